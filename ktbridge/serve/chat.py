@@ -79,12 +79,7 @@ class Conversation:
     """The message history and the arm that answers."""
 
     def __init__(
-        self,
-        server: OpenAIClient,
-        arms: dict[str, str],
-        arm: str,
-        system: str | None,
-        **options: object,
+        self, server: OpenAIClient, arms: dict[str, str], arm: str, system: str | None, **options: object
     ) -> None:
         """``options``: temperature, max_tokens, seed and the like, for every question."""
         self.server, self.arms, self.arm = server, arms, arm
@@ -229,8 +224,7 @@ def engine(
         ready = _first_document(process.stdout)
         if ready is None or "base_url" not in ready:  # empty, or an error document
             raise KtbridgeError(
-                f"the engine ended with code {process.wait()} before it was ready.",
-                "its output is above",
+                f"the engine ended with code {process.wait()} before it was ready.", "its output is above"
             )
         yield Child(ready["base_url"], key, dict(ready["models"]), process)
     finally:

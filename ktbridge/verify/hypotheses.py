@@ -58,11 +58,7 @@ class AdapterFacts:
 
 
 def explain(
-    first: Verification,
-    vector: Vector,
-    references: References,
-    facts: AdapterFacts,
-    compute: Compute,
+    first: Verification, vector: Vector, references: References, facts: AdapterFacts, compute: Compute
 ) -> Verification:
     """``first``, with the explanation that fits ``vector``, the asked arm's logprobs, if one does.
 
@@ -288,14 +284,20 @@ def _drifted(found: Verification, search: _Search) -> Verification:
         arms = _unexpected(found)
         return replace(found, verdict="can't tell", reason=reason, told_by="hypotheses", arms=arms)
     distance = found.arm.distances[found.arm.expected]
+    times = f"{distance:.3g} nats from its reference, {distance / max(found.floor, 1e-12):.0f} times"
+    base = [arm.distances["base"] for arm in found.arms if arm.expected == "base"]
+    if base and max(base) <= CLEAR_OF_NOISE * search.references.noise["base"]:  # quantized, it drifts, too
+        reason = f"{times} the noise floor, and the base is at its own: a part of the LoRA may be missing"
+        return replace(
+            found, verdict="can't tell", reason=reason, told_by="hypotheses", arms=_unexpected(found)
+        )
     others = "; ".join(
         f"{arm.model} {arm.distances[arm.expected]:.3g}" for arm in found.arms if arm.model != found.model
     )
     drift = problem(
         "KTV002",
         found.model,
-        f"{distance:.3g} nats from its reference, {distance / max(found.floor, 1e-12):.0f} times "
-        f"the noise floor{f' (other arms from theirs: {others})' if others else ''}",
+        f"{times} the noise floor{f' (other arms from theirs: {others})' if others else ''}",
         f"at most {CLEAR_OF_NOISE * found.floor:.3g} nats",
     )
     return replace(found, problems=(*found.problems, drift))

@@ -61,11 +61,7 @@ class LogprobClient(OpenAIClient):
         self.prompts: Sequence[Sequence[int]] = ()
 
     def choose(
-        self,
-        model: str,
-        prompts: Sequence[Sequence[int]],
-        sampler: ContinuationSampler,
-        way: str = "auto",
+        self, model: str, prompts: Sequence[Sequence[int]], sampler: ContinuationSampler, way: str = "auto"
     ) -> None:
         """Decide how to ask, by asking ``model`` for the first prompt: ``way``, or the first that works.
 

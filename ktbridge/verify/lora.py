@@ -60,11 +60,7 @@ class AdapterLora:
     """
 
     def __init__(
-        self,
-        model: LayerwiseModel,
-        adapter: Adapter,
-        number: int = 0,
-        batch: VariantBatch | None = None,
+        self, model: LayerwiseModel, adapter: Adapter, number: int = 0, batch: VariantBatch | None = None
     ) -> None:
         self._model, self._adapter, self._number = model, adapter, number
         self._batch = batch or VariantBatch()

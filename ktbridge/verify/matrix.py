@@ -8,6 +8,7 @@ alone: where a few prompts go wrong, the mean still is nearest to what is right.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -35,6 +36,7 @@ CHECK_STAGES = {
     RESTORED: "each name loaded anew with its own",
 }
 """The stages of a check in their order, with what they mean."""
+_ALIKE = 0.1  # of a distance, between two answers of one name that are taken for the same
 _CACHE_STEP = (
     "start the server anew if the adapter was written over or loaded anew: prefixes that it keeps are "
     "the former one's; give each version a directory and a name of its own"
@@ -236,9 +238,10 @@ def find_problems(
         if not name.ok:
             expected = f"{name.name}, of {name.adapter}"
             yield problem("KTV020", name.model, f"{name.verdict}: {name.reason}", expected)
+        yield from (each for each in name.verification.problems if each.code == "KTV002")
     if base is None:
         yield problem("KTV025", "the server", f"only {_listed([name.model for name in names])}")
-    alone = {row.model: row.answers_as for row in rows if row.stage == ONE_BY_ONE}
+    alone = {row.model: row for row in rows if row.stage == ONE_BY_ONE}
     for row in rows:
         if row.as_expected or row.stage == ONE_BY_ONE:
             continue
@@ -247,11 +250,18 @@ def find_problems(
             yield problem("KTV021", where, found, "the base", _base_step(rows, base))
         elif row.stage in RELOADS:
             yield problem("KTV023", where, found, f"the answers of {row.expected}")
-        elif alone[row.model] != row.answers_as or alone[row.model] is None:
+        elif not _answers_alike(alone[row.model], row):
             step = _CACHE_STEP if row.generated and row.nearest == row.expected else None
             yield problem("KTV022", where, found, "the same as alone", step)
     yield from _moved(rows, readings, base)
     yield from _alike(readings)
+
+
+def _answers_alike(alone: MatrixRow, row: MatrixRow) -> bool:
+    """Return whether a name is among requests for others what it is alone, right or not."""
+    if alone.answers_as is None and row.answers_as is None:
+        return math.isclose(alone.distances[row.expected], row.distances[row.expected], rel_tol=_ALIKE)
+    return alone.answers_as == row.answers_as
 
 
 def describe_row(row: MatrixRow) -> str:

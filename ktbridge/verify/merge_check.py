@@ -312,9 +312,7 @@ def _compare_part(unit: Unit, part: MatrixPart) -> MatrixFinding:
     """Without an adapter: size and rank of the change."""
     rows, columns = part.base.rows, part.base.columns
     evidence = Evidence(
-        Pairs(np.zeros((0, columns), np.float32), np.zeros((rows, 0), np.float32), (), ()),
-        rows,
-        columns,
+        Pairs(np.zeros((0, columns), np.float32), np.zeros((rows, 0), np.float32), (), ()), rows, columns
     )
     with PairReader(part.base, part.merged) as reader:
         sums = Sums(rows, columns, allowed=reader.allowed)

@@ -52,8 +52,5 @@ def merge_distance(
     plain, tuned = reference.logprobs([Variant(), full], on_progress=half(0))
     (made,) = ReferenceModel(merged, adapter, prompts).logprobs([Variant()], on_progress=half(1))
     return MergeDistance(
-        len(plain),
-        mean_distance(tuned, plain),
-        mean_distance(made, tuned),
-        mean_distance(made, plain),
+        len(plain), mean_distance(tuned, plain), mean_distance(made, tuned), mean_distance(made, plain)
     )

@@ -45,8 +45,7 @@ class AdapterLoader:
         self.roots = {m: str(entries[listed].get("root") or "") for m, listed in self._listed.items()}
         if unknown := [model for model, root in self.roots.items() if not root]:
             raise KtbridgeError(
-                f"{server.url} does not say from where it loaded {', '.join(unknown)}.",
-                "leave out --reload",
+                f"{server.url} does not say from where it loaded {', '.join(unknown)}.", "leave out --reload"
             )
         self._loaded: dict[str, str | None] = dict(self.roots)
 

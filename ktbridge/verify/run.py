@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktbridge.adapter import Adapter, open_adapter
+from ktbridge.adapter.checks.files import require_hashes
 from ktbridge.adapter.lora_config import half_numbers
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
@@ -103,6 +104,7 @@ def verify(
     base = Path(resolve_model(base_model))
     if not isinstance(adapter, Adapter):
         adapter = open_adapter(adapter, base_model=base)
+    require_hashes(adapter.path)
     halves = find_halves(adapter)
     server = LogprobClient(base_url, api_key)
     entries = server.entries()
@@ -179,8 +181,7 @@ def find_halves(adapter: Adapter) -> tuple[bool, bool]:
     halves = (bool(adapter.expert_layers()), bool(adapter.nonexpert_keys()))
     if not any(halves):
         raise KtbridgeError(
-            f"the adapter in {adapter.path} has no LoRA tensor.",
-            "check it with `ktbridge validate`",
+            f"the adapter in {adapter.path} has no LoRA tensor.", "check it with `ktbridge validate`"
         )
     return halves
 
@@ -248,11 +249,7 @@ def adapter_facts(adapter: Adapter) -> AdapterFacts:
 
 
 def fixed_prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    *,
-    random_prompts: int = 4,
-    length: int = 32,
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, random_prompts: int = 4, length: int = 32
 ) -> list[list[int]]:
     """The token sequences that are measured: the same ones for every server of one model.
 

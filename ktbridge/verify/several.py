@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktbridge.adapter import Adapter
+from ktbridge.adapter.checks.files import require_hashes
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model import read_model_config, resolve_model
@@ -105,6 +106,8 @@ def verify_several(
     Raises KtbridgeError when the server cannot be measured or the references not be computed.
     """
     base = Path(resolve_model(base_model))
+    for adapter in adapters.values():
+        require_hashes(adapter.path)
     halves = {name: find_halves(adapter) for name, adapter in adapters.items()}
     entries = server.entries()
     models = read_models(entries, server.applied_adapter(engine_of(entries)) or "")
@@ -160,7 +163,7 @@ def verify_several(
     verifications = {}
     for number, one in enumerate(served):
         result = explanations.judge(number, one, asked, base_name)
-        if one.name in unknown:
+        if one.name in unknown or result.in_doubt:
             result = explanations.explain(number, one, asked, result)
         verifications[one.name] = result
     paths = {one.name: str(one.adapter.path) for one in served}
@@ -188,9 +191,7 @@ def verify_several(
 
 
 def find_names(
-    adapters: Mapping[str, object],
-    entries: Mapping[str, ModelEntry],
-    models: Mapping[str, ServedModel],
+    adapters: Mapping[str, object], entries: Mapping[str, ModelEntry], models: Mapping[str, ServedModel]
 ) -> dict[str, str]:
     """The served name of each NAME: itself, or the only S:NAME that the server offers.
 

@@ -78,9 +78,7 @@ class Variant:
     def scaled(self, scales: Mapping[str, float]) -> Variant:
         """A copy with these multipliers of the halves."""
         return replace(
-            self,
-            expert=scales.get("expert", self.expert),
-            nonexpert=scales.get("nonexpert", self.nonexpert),
+            self, expert=scales.get("expert", self.expert), nonexpert=scales.get("nonexpert", self.nonexpert)
         )
 
     def scale(self, half: str, layer: int) -> float:
@@ -266,9 +264,7 @@ def _mismatched_arms(arms: Sequence[ArmReading], model: str, told_by: str) -> It
 
 
 def _whole(
-    arms: Sequence[ArmReading],
-    halves: Sequence[HalfReading],
-    references_for: Callable[[str], References],
+    arms: Sequence[ArmReading], halves: Sequence[HalfReading], references_for: Callable[[str], References]
 ) -> tuple[Verdict, str, str]:
     """The verdict, its reason, and the test that decided."""
     verdicts = {half.half: half.verdict for half in halves}

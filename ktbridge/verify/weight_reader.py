@@ -46,8 +46,7 @@ class WeightReader:
         found = found or module_weights(self.checkpoint, name.removesuffix(".weight"))  # packed
         if len(found) > 1:
             raise KtbridgeError(
-                f"{name} may be any of {', '.join(found)} in {self.path}.",
-                "download the model again",
+                f"{name} may be any of {', '.join(found)} in {self.path}.", "download the model again"
             )
         if found:
             self._storage(found[0])

@@ -49,9 +49,10 @@ class Bench:
         merge_adapter(adapter, base_model=self.base, output=merged)
         return whole_logprobs(merged, self.prompts, torch.bfloat16)
 
-    def verdict(self, vector: list[float]) -> Verification:
-        """What is found about a served model that should be the full adapter."""
-        result = judge("m", {"m": ("full", vector)}, self.references)
+    def verdict(self, vector: list[float], base: list[float] | None = None) -> Verification:
+        """What is found about a served model that should be the full adapter, beside ``base``."""
+        arms = {"m": ("full", vector)} | ({} if base is None else {"b": ("base", base)})
+        result = judge("m", arms, self.references)
         self.passes = 0
         if not result.in_doubt:
             return result
@@ -163,7 +164,15 @@ def test_drift_is_applied_with_a_warning(bench):
     draw = random.Random(4)
     right = bench.references.logprobs["full"]
     size = 6 * max(bench.references.noise.values())
-    result = bench.verdict([x + draw.gauss(0, size) for x in right])
-    assert (result.verdict, result.ok, result.looks_like) == ("applied", True, None)
+    drifted = [x + draw.gauss(0, size) for x in right]
+    base = bench.references.logprobs["base"]
+    for beside in (None, [x + draw.gauss(0, size) for x in base]):  # with quantized experts it drifts, too
+        result = bench.verdict(drifted, beside)
+        assert (result.verdict, result.ok, result.looks_like) == ("applied", True, None)
+        (problem,) = result.problems
+    result = bench.verdict(drifted, base)
+    assert (result.verdict, result.ok) == ("can't tell", False)
+    assert "the base is at its own" in result.reason
+    result = bench.verdict(drifted)
     (problem,) = result.problems
     assert (problem.code, problem.severity, problem.where) == ("KTV002", "warning", result.model)

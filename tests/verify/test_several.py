@@ -6,6 +6,7 @@ All over HTTP, to a process of its own (``faultyserver.py``).
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -128,6 +129,23 @@ def test_faults_are_named(served, fault, code, verdicts, where):
         assert reasons.count("the two are exchanged") == 2
     if fault.startswith("base") or fault == "mixed":
         assert "alone" not in found
+
+
+@pytest.mark.slow
+def test_a_scale_that_is_a_tenth_off_is_not_applied(served, pair, lettered, tmp_path):
+    """One served name is held against an adapter of another alpha."""
+    served.plant("")
+    shutil.copytree(pair["a"], tmp_path / "a")
+    config, manifest = (tmp_path / "a" / f"{name}.json" for name in ("adapter_config", "kt_adapter_manifest"))
+    told = json.loads(config.read_text())
+    config.write_text(json.dumps({**told, "lora_alpha": told["lora_alpha"] / 1.1}))
+    told = json.loads(manifest.read_text())
+    told["lora"]["alpha"] /= 1.1
+    manifest.write_text(json.dumps(told))
+    adapters = {n: open_adapter(p, base_model=lettered) for n, p in {**pair, "a": tmp_path / "a"}.items()}
+    result = verify_several(LogprobClient(served.url), adapters, str(lettered))
+    assert {n.name: n.verdict for n in result.names} == {"a": "wrong scale", "b": "applied"}
+    assert codes(result, "error") == {"KTV020"}
 
 
 @pytest.mark.slow

@@ -134,10 +134,7 @@ def check_host(headers: Headers) -> ApiError | None:
 
 
 def _post(
-    path: str,
-    kind: type[Kind],
-    answer: Callable[[Kind, Request], Awaitable[Response]],
-    limits: Limits,
+    path: str, kind: type[Kind], answer: Callable[[Kind, Request], Awaitable[Response]], limits: Limits
 ) -> Route:
     """Return the route of requests whose body is a ``kind``."""
 

@@ -13,15 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktbridge.adapter import Adapter, read_adapter
+from ktbridge.adapter.checks.files import require_hashes
 from ktbridge.errors import ProblemsError
 from ktbridge.experts.inject import wrap_experts
 from ktbridge.experts.layer import ExpertOptions, MoELoRAExperts
-from ktbridge.experts.load_adapter import (
-    copy_nonexpert,
-    effective_settings,
-    load_expert_lora,
-    match_modules,
-)
+from ktbridge.experts.load_adapter import copy_nonexpert, effective_settings, load_expert_lora, match_modules
 from ktbridge.experts.load_model import load_for_kernels, load_tokenizer
 from ktbridge.experts.lora_targets import find_lora_targets, inject_lora
 from ktbridge.experts.modules import experts_modules
@@ -52,6 +48,8 @@ def load_engine(plan: ServePlan, whole: bool = False) -> LocalEngine:
     directories: list[tuple[str | None, Path]] = list(plan.experts)
     if plan.expert is not None:
         directories.append((None, plan.expert))
+    for directory in dict.fromkeys(path for _, path in (*directories, *plan.nonexpert)):
+        require_hashes(directory)
     experts = _load_experts(model, {name: read_adapter(d) for name, d in directories}, plan.threads)
     # PEFT keeps adapters in module dictionaries, whose keys cannot be every adapter name.
     slots = {name: f"adapter{i}" for i, (name, _) in enumerate(plan.nonexpert)}
@@ -157,8 +155,7 @@ def pack_linears(model: nn.Module) -> int:
     free = read_machine().memory_available
     if free is not None and size > free // SHARE:
         log.warning(
-            "linear layers are not packed for batches: %.1f GB more would not leave enough memory",
-            size / 1e9,
+            "linear layers are not packed for batches: %.1f GB more would not leave enough memory", size / 1e9
         )
         return 0
     for layer in layers:

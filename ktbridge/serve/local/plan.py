@@ -18,12 +18,7 @@ from ktbridge.model.hub import short_name
 from ktbridge.serve.doctor import PACKAGES
 from ktbridge.serve.request import Limits, ServeRequest
 from ktbridge.server_api.hosts import is_loopback
-from ktbridge.server_api.served_names import (
-    ServedArm,
-    check_adapter_name,
-    check_served_name,
-    list_arms,
-)
+from ktbridge.server_api.served_names import ServedArm, check_adapter_name, check_served_name, list_arms
 
 
 @dataclass(frozen=True)
@@ -170,8 +165,7 @@ def check_installed() -> None:
     missing = [name for name, (_, extra) in PACKAGES.items() if extra == "serve" and find_spec(name) is None]
     if missing:
         raise KtbridgeError(
-            f"the embedded engine needs {', '.join(missing)}, not installed here.",
-            install_hint("serve"),
+            f"the embedded engine needs {', '.join(missing)}, not installed here.", install_hint("serve")
         )
     if not has_kernels():
         raise without_kernels()

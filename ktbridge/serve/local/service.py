@@ -153,11 +153,7 @@ class Service:
         return job
 
     def _sampling(
-        self,
-        body: ChatRequest | CompletionRequest,
-        most: int,
-        tops: int | None,
-        scored: bool = False,
+        self, body: ChatRequest | CompletionRequest, most: int, tops: int | None, scored: bool = False
     ) -> Sampling:
         """As ``body`` asks: ``most`` tokens with ``tops`` logprobs each, the prompt's too if ``scored``."""
         return Sampling(
@@ -205,9 +201,7 @@ class Prompts:
                 )
             except Exception as error:  # templates may raise any exception, jinja's included
                 raise ApiError(
-                    400,
-                    f"the chat template refuses these messages: {str(error)[:300]}",
-                    param="messages",
+                    400, f"the chat template refuses these messages: {str(error)[:300]}", param="messages"
                 ) from error
             # The template wrote the special tokens itself.
             return self._encode(str(text), special=False, param="messages")

@@ -15,13 +15,7 @@ from ktbridge.adapter.opening import cache_root
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files.sizes import size_text
 from ktbridge.machine import Described, Gpu, Machine, read_gpus, read_machine
-from ktbridge.model import (
-    Checkpoint,
-    ModelConfig,
-    open_checkpoint,
-    read_model_config,
-    resolve_model,
-)
+from ktbridge.model import Checkpoint, ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import AdapterSource, read_sources

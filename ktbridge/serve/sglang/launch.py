@@ -134,11 +134,7 @@ class Conditions:
     adapters: tuple[str, ...]
 
     def as_dict(self) -> dict[str, object]:
-        return {
-            "health": True,
-            "expert_lora_layers": list(self.layers),
-            "models_listed": list(self.adapters),
-        }
+        return {"health": True, "expert_lora_layers": list(self.layers), "models_listed": list(self.adapters)}
 
 
 @dataclass(frozen=True)
