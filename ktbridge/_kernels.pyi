@@ -19,14 +19,7 @@ def add_delta(
     right: int,
 ) -> int: ...
 def quantize(
-    isa: str,
-    values: int,
-    halves: bool,
-    rows: int,
-    columns: int,
-    to_int8: bool,
-    codes: int,
-    scales: int,
+    isa: str, values: int, halves: bool, rows: int, columns: int, to_int8: bool, codes: int, scales: int
 ) -> bool: ...
 
 class Storage(enum.Enum):
@@ -66,12 +59,7 @@ class Job:
 
 class Weights:
     def __init__(
-        self,
-        data: Sequence[int],
-        scale: Sequence[int],
-        stride: int,
-        scale_stride: int,
-        bias: int = 0,
+        self, data: Sequence[int], scale: Sequence[int], stride: int, scale_stride: int, bias: int = 0
     ) -> None: ...
 
 class Place:

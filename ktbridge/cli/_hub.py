@@ -62,8 +62,5 @@ def ensure_rows(config: TrainConfig) -> None:
     sources, failed = find_sources(replace(config, dataset=(*config.dataset, *config.eval_dataset)))
     for source in sources if not failed else ():
         if source.remote and source.remote.cached() is None:
-            with (
-                suppress(KtbridgeError),
-                progress_bar(f"downloading {source.name}", "bytes") as bar,
-            ):
+            with suppress(KtbridgeError), progress_bar(f"downloading {source.name}", "bytes") as bar:
                 source.remote.fetch(bar)

@@ -39,12 +39,7 @@ def inference_argument(
         context.default_map = given
 
     return click.argument(
-        "config",
-        required=False,
-        is_eager=True,
-        expose_value=False,
-        callback=read,
-        metavar="[CONFIG]",
+        "config", required=False, is_eager=True, expose_value=False, callback=read, metavar="[CONFIG]"
     )
 
 

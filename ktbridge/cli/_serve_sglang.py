@@ -142,12 +142,7 @@ def _launch(launch: Launch, *, log: str | None, timeout: float, as_json: bool) -
     """Serve until the engine ends, and exit with its code. Raises ProblemsError, EngineFailed."""
     from ktbridge.cli._app import terminable
     from ktbridge.cli._ui import console, emit_json, print_problems, stderr
-    from ktbridge.serve.sglang.supervise import (
-        EngineFailed,
-        default_log,
-        prepare_launch,
-        serve_sglang,
-    )
+    from ktbridge.serve.sglang.supervise import EngineFailed, default_log, prepare_launch, serve_sglang
 
     if not launch.ok:
         message = f"sglang-kt {launch.version} can't be launched like this"

@@ -202,8 +202,7 @@ def print_notes(notes: Sequence[Problem], reasons: bool = True) -> None:
     if not reasons:
         what += f": {', '.join(keys)}; `ktbridge train {path} --dry-run` says why"
     stderr.print(
-        f"[{STYLES['warning']}]warning[/] {IGNORED_KEY}  {shown(path)}: {shown(what)}",
-        soft_wrap=True,
+        f"[{STYLES['warning']}]warning[/] {IGNORED_KEY}  {shown(path)}: {shown(what)}", soft_wrap=True
     )
     if not reasons:
         return

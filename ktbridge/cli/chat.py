@@ -49,9 +49,7 @@ HELP = """\
     help="A running server to ask, such as http://127.0.0.1:8000.",
 )
 @click.option(
-    "--model",
-    metavar="NAME",
-    help="With --server: the served name. Without: the same as --base-model.",
+    "--model", metavar="NAME", help="With --server: the served name. Without: the same as --base-model."
 )
 @click.option(
     "--base-model",
@@ -67,9 +65,7 @@ HELP = """\
     help="Default: the server's, or 0 for a base that asks for no sampling.",
 )
 @click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    help="Of an answer.  [default: 1024, or what the context leaves]",
+    "--max-tokens", type=click.IntRange(1), help="Of an answer.  [default: 1024, or what the context leaves]"
 )
 @click.option("--seed", type=int, help="Repeatable answers.")
 @click.option("--threads", type=click.IntRange(1), help="With --base-model: CPU threads.")
@@ -144,8 +140,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
         )
     elif options["base_model"] is None and options["model"] is None:
         raise UsageError(
-            "there is nothing to chat with.",
-            "give --server URL, or --base-model DIR [--adapter DIR]",
+            "there is nothing to chat with.", "give --server URL, or --base-model DIR [--adapter DIR]"
         )
 
 

@@ -69,9 +69,7 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     help="bf16 rounds wider tensors to bfloat16; f32 widens all, to hold scales that differ.",
 )
 @click.option(
-    "--unwrap",
-    is_flag=True,
-    help="Take wrappers' names (_orig_mod, module and the like) out of keys.",
+    "--unwrap", is_flag=True, help="Take wrappers' names (_orig_mod, module and the like) out of keys."
 )
 @click.option("--overwrite", is_flag=True, help="Replace output directories that hold an adapter.")
 @dry_run_option("Print what would be written; write nothing.")

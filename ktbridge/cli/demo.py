@@ -58,9 +58,7 @@ SAMPLES = {
     "ktbridge-demo-tiny]",
 )
 @click.option(
-    "--tiny",
-    is_flag=True,
-    help="A model of 2.6 million parameters, pre-trained here; nothing is downloaded.",
+    "--tiny", is_flag=True, help="A model of 2.6 million parameters, pre-trained here; nothing is downloaded."
 )
 @dry_run_option("Show the steps and stop.")
 def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:

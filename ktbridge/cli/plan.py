@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 @click.option("--no-measure", is_flag=True, help="Don't time kernels or disk: no tokens/s.")
 @machine_options
 def command(
-    config: str,
-    overrides: tuple[str, ...],
-    from_format: str,
-    as_json: bool,
-    no_measure: bool,
-    **machine: Any,
+    config: str, overrides: tuple[str, ...], from_format: str, as_json: bool, no_measure: bool, **machine: Any
 ) -> None:
     """Predict memory, GPU memory, disk and time of `ktbridge train CONFIG`, and what to change.
 

@@ -55,12 +55,7 @@ if TYPE_CHECKING:
 @strict_data_option
 @json_option("Print the result as JSON.")
 def command(
-    config: str,
-    overrides: tuple[str, ...],
-    from_format: str,
-    dry_run: bool,
-    strict_data: bool,
-    as_json: bool,
+    config: str, overrides: tuple[str, ...], from_format: str, dry_run: bool, strict_data: bool, as_json: bool
 ) -> None:
     """Fine-tune a mixture-of-experts model with LoRA on experts and attention.
 

@@ -64,11 +64,7 @@ def command(
     try:
         with progress_bar("validating", "bytes") as on_progress:
             report = validate_adapter(
-                dirs,
-                base_model=base_model,
-                structure_only=structure_only,
-                on_progress=on_progress,
-                **options,
+                dirs, base_model=base_model, structure_only=structure_only, on_progress=on_progress, **options
             )
     finally:
         gc.enable()

@@ -49,8 +49,7 @@ def check_demo(directory: Path, demo: Demo) -> None:
         return
     if not (directory / STATE).is_file():
         raise UsageError(
-            f"{directory} is not empty and was not made by `ktbridge demo`.",
-            "Give another --output.",
+            f"{directory} is not empty and was not made by `ktbridge demo`.", "Give another --output."
         )
     # Until 0.6.1 there was the tiny one alone, without a name; a damaged state says nothing.
     state = _read_state(directory)

@@ -77,10 +77,7 @@ def pretrain(
     decay = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     plain = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     optimizer = torch.optim.AdamW(
-        [
-            {"params": decay, "weight_decay": recipe.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ],
+        [{"params": decay, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}],
         lr=recipe.learning_rate,
         betas=(0.9, 0.98),
         fused=True,

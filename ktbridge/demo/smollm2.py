@@ -90,10 +90,7 @@ def read_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     # transformers leaves out that each digit of this model is a token.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     for name, token in SPECIAL.items():
         setattr(tokenizer, name, token)
@@ -107,10 +104,7 @@ def mixture_of(dense: LlamaForCausalLM, recipe: Copying) -> MixtralForCausalLM:
 
     shared = {key: getattr(dense.config, key) for key in _SHARED.split()}
     config = MixtralConfig(
-        **shared,
-        sliding_window=None,
-        num_local_experts=recipe.experts,
-        num_experts_per_tok=recipe.top_k,
+        **shared, sliding_window=None, num_local_experts=recipe.experts, num_experts_per_tok=recipe.top_k
     )
     mixture = MixtralForCausalLM(config)
     source, generator = dense.state_dict(), torch.Generator().manual_seed(recipe.seed)

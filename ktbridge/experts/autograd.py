@@ -146,10 +146,7 @@ class ExpertFunction(torch.autograd.Function):
 
 
 def _run(
-    kernel: Callable[..., Any],
-    stream: torch.cuda.Stream | None,
-    arguments: tuple[Any, ...],
-    alive: object,
+    kernel: Callable[..., Any], stream: torch.cuda.Stream | None, arguments: tuple[Any, ...], alive: object
 ) -> Any:
     """Call a kernel at once, or have ``stream`` call it, which keeps ``alive`` until then."""
     global _seconds
@@ -262,10 +259,7 @@ def launcher() -> int:
 
 
 def queue(
-    stream: torch.cuda.Stream,
-    start: Callable[..., _kernels.Job],
-    arguments: tuple[Any, ...],
-    alive: object,
+    stream: torch.cuda.Stream, start: Callable[..., _kernels.Job], arguments: tuple[Any, ...], alive: object
 ) -> _kernels.Job:
     """Return the job of ``start(cuLaunchHostFunc, stream, *arguments)``; ``alive`` is kept until it has run.
 

@@ -95,10 +95,7 @@ def set_expert_lora(model: nn.Module, enabled: bool) -> None:
 
 
 def _experts_forward(
-    module: nn.Module,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
+    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Compute experts, as registered: [T, H], [T, K], [T, K] -> [T, H] in the caller's dtype."""
     layer = getattr(module, "kt", None)

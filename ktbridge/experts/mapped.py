@@ -112,9 +112,7 @@ class MappedExperts:
         gate, up = (
             ExpertWeights.mxfp4(*parts)
             for parts in zip(
-                split_gate_up(blocks, home.interleaved),
-                split_gate_up(scales, home.interleaved),
-                strict=True,
+                split_gate_up(blocks, home.interleaved), split_gate_up(scales, home.interleaved), strict=True
             )
         )
         return gate, up, ExpertWeights.mxfp4(*down)

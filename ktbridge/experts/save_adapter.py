@@ -116,11 +116,7 @@ def save_into(
 
 
 def _write(
-    model: nn.Module,
-    directory: str | Path,
-    base_model: str,
-    values: Values | None = None,
-    **options: Any,
+    model: nn.Module, directory: str | Path, base_model: str, values: Values | None = None, **options: Any
 ) -> None:
     first = _first_layer(model)
     config = _peft_config(model, first)

@@ -73,10 +73,7 @@ def plan_gate(request: GateRequest) -> list[Step]:
         steps.append(_with_document("verify", (*words, "--json"), VERIFICATION_FILE))
         if request.evaluation:
             merged = _serve("serve-merged", str(request.merged), f"{served}-merged")
-            steps += [
-                merged,
-                _evaluate("eval-merged", request, {"full": f"{served}-merged"}, merged),
-            ]
+            steps += [merged, _evaluate("eval-merged", request, {"full": f"{served}-merged"}, merged)]
             plain = _serve("serve-base", base, served)
             steps += [plain, _evaluate("eval-base", request, {"base": served}, plain)]
         return steps

@@ -157,11 +157,7 @@ def _now() -> str:
 
 
 def _judge(
-    name: CheckName,
-    steps: Sequence[Step],
-    runner: Runner,
-    error: KtbridgeError | None,
-    directory: Path,
+    name: CheckName, steps: Sequence[Step], runner: Runner, error: KtbridgeError | None, directory: Path
 ) -> GateCheck:
     """Return a check by its steps' exit codes, with what their JSON says."""
     check = _by_exit(name, steps, runner, error)

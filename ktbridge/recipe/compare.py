@@ -127,9 +127,7 @@ def _difference(results: Mapping[str, Any], axis: str, arm: str, minus: str) -> 
 
 
 def _blocks(
-    runs: Sequence[Mapping[str, Any]],
-    marks: Mapping[str, Mapping[str, Mapping[str, Any]]],
-    first: str,
+    runs: Sequence[Mapping[str, Any]], marks: Mapping[str, Mapping[str, Mapping[str, Any]]], first: str
 ) -> list[Block]:
     settings = [*runs[0]["settings"]]
     losses = {"train loss": "late_loss"}
@@ -153,10 +151,7 @@ def _blocks(
         values = [*run["settings"].values(), *numbers, size]
         rows.append(TableRow([*values, *_cells(marks, run["name"])]))
     head = [*settings, *losses, "size", *axes]
-    return [
-        Table("The runs side by side", head, rows, words=[*settings, *axes]),
-        Sentences(notes, "soft"),
-    ]
+    return [Table("The runs side by side", head, rows, words=[*settings, *axes]), Sentences(notes, "soft")]
 
 
 def _cells(marks: Mapping[str, Mapping[str, Mapping[str, Any]]], arm: str) -> Iterator[str]:

@@ -75,13 +75,10 @@ _Setting = Annotated[
 ]
 """A value of the training configuration as it is typed behind key=."""
 _Swept = Annotated[
-    list[_Setting],
-    Field(min_length=1, description="a list of values"),
-    AfterValidator(_check_twice),
+    list[_Setting], Field(min_length=1, description="a list of values"), AfterValidator(_check_twice)
 ]
 _Command = Annotated[
-    dict[object, object] | bool | None,
-    Field(description="options of the command, or false to leave it out"),
+    dict[object, object] | bool | None, Field(description="options of the command, or false to leave it out")
 ]
 _STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), regex_engine="python-re")
 

@@ -99,7 +99,6 @@ def listen_error(host: str, port: int, error: OSError) -> KtbridgeError:
         )
     if error.errno == errno.EACCES:
         return KtbridgeError(
-            f"port {port} on {host} needs privileges that this user lacks.",
-            "choose a port from 1024 up",
+            f"port {port} on {host} needs privileges that this user lacks.", "choose a port from 1024 up"
         )
     return KtbridgeError(f"{host}:{port} cannot be listened on: {error.strerror or error}.", "check --host")

@@ -129,8 +129,7 @@ def _take_turns(weights: Sequence[ExpertWeights]) -> bool:
 
 def _group(experts: Sequence[int], by_expert: dict[int, list[StoredMatrix]]) -> Group:
     pieces = sorted(
-        (piece for expert in experts for piece in by_expert[expert]),
-        key=lambda piece: piece.address,
+        (piece for expert in experts for piece in by_expert[expert]), key=lambda piece: piece.address
     )
     spans, size, offsets = _placed(pieces)
     at = {(piece.kind, piece.expert): offset for piece, offset in zip(pieces, offsets, strict=True)}
@@ -238,12 +237,7 @@ def unpack_group(
 
 
 def _unpack_at_once(
-    kernels: ModuleType,
-    name: str,
-    group: Group,
-    raw: torch.Tensor,
-    stored: ExpertWeights,
-    out: torch.Tensor,
+    kernels: ModuleType, name: str, group: Group, raw: torch.Tensor, stored: ExpertWeights, out: torch.Tensor
 ) -> None:
     """Unpack one projection of a group in one kernel, wherever its experts are in ``raw``."""
     value = stored.weight[0]
