@@ -292,6 +292,10 @@ def _references(value: object) -> list[str]:
     return [*map(str, own), *(ref for one in inner for ref in _references(one))]
 
 
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
 @scorer("json_schema")
 def json_schema(text: str, *, schema: Annotated[dict[str, object], AfterValidator(_check_schema)]) -> Mark:
     """The whole answer is a JSON value that ``schema`` (JSON Schema 2020-12) accepts; one Markdown code
@@ -303,7 +307,7 @@ def json_schema(text: str, *, schema: Annotated[dict[str, object], AfterValidato
         name, newline, inside = bare[3:-3].partition("\n")
         bare = inside if newline and name.rstrip() in ("", "json") else bare
     try:
-        value = json.loads(bare)
+        value = json.loads(bare, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         return mark(False, f"not JSON: {type(error).__name__}", False)
     found = Draft202012Validator(schema).iter_errors(value)
