@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -207,17 +207,26 @@ def plan_merge(
 
 def _merged_before(adapter: Adapter, base: Path, allowed: bool) -> Iterator[Problem]:
     """Yield a problem where ``base`` is itself a merge: an error for this adapter, if not ``allowed``."""
+    own = (adapter.manifest or {}).get("artifacts")
+    for each in _merged(base):
+        path, artifacts = each.get("path"), each.get("artifacts")
+        same = isinstance(path, str) and os.path.realpath(path) == os.path.realpath(adapter.path)
+        if artifacts and own:  # the directory may have another adapter by now
+            same = artifacts == own
+        severity: Severity = ("warning" if allowed else "error") if same else "info"
+        found = f"{'this adapter' if same else path} was merged into it"
+        yield problem("KTB615", str(base), found, "a model without it", severity=severity)
+
+
+def _merged(base: Path) -> list[Mapping[str, object]]:
+    """Return what is recorded of the adapters that were merged into ``base``, in order."""
     try:
-        told = read_json_file(base / MERGE_FILE).get("adapter")
-    except KtbridgeError:  # it is none
-        return
-    merged = told if isinstance(told, dict) else {}
-    path, artifacts = merged.get("path"), merged.get("artifacts")
-    same = isinstance(path, str) and os.path.realpath(path) == os.path.realpath(adapter.path)
-    same = same or (bool(artifacts) and artifacts == (adapter.manifest or {}).get("artifacts"))
-    severity: Severity = ("warning" if allowed else "error") if same else "info"
-    found = f"{'this adapter' if same else path} was merged into it"
-    yield problem("KTB615", str(base), found, "a model without it", severity=severity)
+        told = read_json_file(base / MERGE_FILE)
+    except KtbridgeError:  # it is no merge
+        return []
+    before = told.get("before")
+    found = [*(before if isinstance(before, list) else []), told.get("adapter")]
+    return [each for each in found if isinstance(each, dict)]
 
 
 def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> MergeReport:
@@ -274,6 +283,7 @@ def _provenance(plan: MergePlan) -> dict[str, object]:
             "layout": adapter.format or adapter.layout,
             "artifacts": artifacts if isinstance(artifacts, dict) else {},
         },
+        "before": _merged(plan.rewrite.checkpoint.path),
         "modules": plan.modules(),
     }
 

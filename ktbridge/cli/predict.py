@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -31,6 +32,7 @@ from ktbridge.cli._ui import (
     stderr,
     stdout_for_results,
 )
+from ktbridge.files.yamlfile import read_yaml
 from ktbridge.sft.config import load_config
 from ktbridge.sft.launch import world
 
@@ -64,12 +66,15 @@ def command(
     """
     more = ["do_predict=true", *(["strict_data=true"] if strict_data else [])]
     parsed = load_config(config, (*overrides, *told_format(from_format), *more))
-    named = any(each.partition("=")[0].strip() == "adapter_name_or_path" for each in overrides)
-    run(parsed, dry_run=dry_run, as_json=as_json, named=named)
+    file = read_yaml(Path(config))
+    # A file for prediction means the adapter that it names, a training file the one that it began with.
+    own = file.get("do_predict") and not file.get("do_train") and file.get("adapter_name_or_path")
+    named = own or any(each.partition("=")[0].strip() == "adapter_name_or_path" for each in overrides)
+    run(parsed, dry_run=dry_run, as_json=as_json, named=bool(named))
 
 
 def run(parsed: TrainConfig, *, dry_run: bool, as_json: bool, named: bool = False) -> None:
-    """Predict, or show what would be predicted; ``named``: with the adapter that the command line names."""
+    """Predict, or show what would be predicted; ``named``: with the adapter that was named for it."""
     if world().rank:  # the first process alone predicts
         return
     print_notes(parsed.notes)

@@ -55,7 +55,7 @@ class PredictionInputs:
     notes: tuple[Problem, ...]
     vision: Vision | None = None
     named: bool = False
-    """Whether the command line names the adapter, which then goes before one in the output directory."""
+    """Whether the adapter was named to predict with: then it goes before one in the output directory."""
 
 
 def prepare_predictions(

@@ -56,8 +56,8 @@ class PredictResult:
 
 
 def choose_adapter(prepared: PredictionInputs) -> str | None:
-    """Return the adapter that answers: the one of the command line, what the configuration has trained, or
-    the one that it names; None: the base.
+    """Return the adapter that answers: one that was named for that, what the configuration has trained, or
+    what that began with; None: the base.
 
     Raises KtbridgeError if it is still to be trained.
     """

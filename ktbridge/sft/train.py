@@ -388,7 +388,7 @@ def _result(
 
 def _why_nothing_changed(config: TrainConfig, trainer: RunTrainer) -> str:
     """Return why the trained adapter changes no answer; "" where it may."""
-    if config.lora_alpha == 0:
+    if not config.lora_alpha and not config.expert_alpha:
         return "lora_alpha is 0: the adapter changes nothing."
     ends = "lora_b", "lora_b.default.weight"
     values = [value.detach() for name, value in trained(trainer.model) if name.lower().endswith(ends)]
@@ -396,7 +396,9 @@ def _why_nothing_changed(config: TrainConfig, trainer: RunTrainer) -> str:
     if agree(any(bool(value.any()) for value in own)) or not agree(bool(values)):
         return ""
     rates = [record["learning_rate"] for record in trainer.state.log_history if "learning_rate" in record]
-    why = " (its learning rate was 0 in every step: a warm-up of all steps?)" * (not any(rates))
+    why = " (its learning rate was 0 in every step: a warm-up of all steps?)" * (
+        bool(rates) and not any(rates)
+    )
     return f"every B of the adapter is zero as it was made, so it changes nothing{why}."
 
 

@@ -8,7 +8,6 @@ alone: where a few prompts go wrong, the mean still is nearest to what is right.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -36,7 +35,7 @@ CHECK_STAGES = {
     RESTORED: "each name loaded anew with its own",
 }
 """The stages of a check in their order, with what they mean."""
-_ALIKE = 0.1  # of a distance, between two answers of one name that are taken for the same
+_ALIKE = 1.1  # times a distance, up to which two answers of one name are taken for the same
 _CACHE_STEP = (
     "start the server anew if the adapter was written over or loaded anew: prefixes that it keeps are "
     "the former one's; give each version a directory and a name of its own"
@@ -260,7 +259,8 @@ def find_problems(
 def _answers_alike(alone: MatrixRow, row: MatrixRow) -> bool:
     """Return whether a name is among requests for others what it is alone, right or not."""
     if alone.answers_as is None and row.answers_as is None:
-        return math.isclose(alone.distances[row.expected], row.distances[row.expected], rel_tol=_ALIKE)
+        one, other = alone.distances[row.expected], row.distances[row.expected]
+        return max(one, other) <= (STEADY if row.generated else _ALIKE) * min(one, other)  # of other tokens
     return alone.answers_as == row.answers_as
 
 

@@ -159,11 +159,11 @@ def verify_several(
     ]
     rows = make_rows(readings)
     explanations = _Explanations(reference_model, spans, computed, on_progress, on_stage)
-    unknown = {row.expected for row in rows if row.stage == ONE_BY_ONE and row.answers_as is None}
+    alone = {row.expected: row.answers_as for row in rows if row.stage == ONE_BY_ONE}
     verifications = {}
     for number, one in enumerate(served):
         result = explanations.judge(number, one, asked, base_name)
-        if one.name in unknown or result.in_doubt:
+        if alone[one.name] in (None, one.name):  # else it is another column's, whatever explains it
             result = explanations.explain(number, one, asked, result)
         verifications[one.name] = result
     paths = {one.name: str(one.adapter.path) for one in served}

@@ -223,6 +223,13 @@ def test_an_adapter_is_not_merged_twice(make_raw, base, tmp_path):
     other = make_raw("other", nonexpert=nonexpert_tensors(rng=np.random.default_rng(5)))
     report = merge_adapter(other, base_model=once, output=tmp_path / "both", allow_other_base=True)
     assert "KTB615" in {item.code for item in report.findings if item.severity == "info"}
+    with pytest.raises(ProblemsError) as error:  # whatever was merged after it
+        merge_adapter(copy, base_model=tmp_path / "both", output=tmp_path / "thrice")
+    assert "KTB615" in codes(error, "error")
+    shutil.rmtree(raw)
+    shutil.copytree(other, raw)  # the same path, another adapter
+    report = merge_adapter(raw, base_model=once, output=tmp_path / "later", allow_other_base=True)
+    assert {item.severity for item in report.findings if item.code == "KTB615"} == {"info"}
 
 
 def test_a_projection_that_no_layer_has_is_not_missing(make_raw, base, tmp_path):

@@ -176,7 +176,7 @@ def test_training_predicts_with_what_it_trained(write, dataset, warm, predict, p
     fails(warm.run("-m", "ktbridge", "plan", write()), "trains nothing", code=2)
 
 
-def test_which_adapter_answers(write, adapter, tmp_path):
+def test_which_adapter_answers(write, predict, adapter, tmp_path):
     def chosen(named=False, **changes):
         config = load_config(write(**changes))
         return choose_adapter(PredictionInputs(config, tmp_path, 0, [], [], 0, (), named=named))
@@ -192,6 +192,8 @@ def test_which_adapter_answers(write, adapter, tmp_path):
     # The one that the file names is the one that its training began with.
     assert chosen() == chosen(**training) == str(tmp_path / "out")
     assert chosen(named=True) == str(adapter)
+    done = predict(write(), "--dry-run", "--json")  # a file for prediction means the one that it names
+    assert json.loads(done.stdout)["adapter"] == str(adapter), done.stderr
 
 
 @pytest.mark.parametrize(

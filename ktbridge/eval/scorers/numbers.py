@@ -51,14 +51,21 @@ _ENGLISH = re.compile(
 _WORD_END = rf"(?![^\W\d负{_NUMERAL[1:-1]}])"  # a number may follow without a space
 _BEFORE = rf"(?:\s|[:：*是为有了下$€£¥\"'“‘(\[{{]|\\[(\[$]|\\boxed|\b(?:is|to|of|only|about){_WORD_END})*"
 _SAYS_SO = re.compile(
-    rf"(?:(?P<equation>=)|等于|一共|总共|剩|\b(?:equals?|makes?|leaves?|total){_WORD_END}"
-    rf"|\b(?:so|thus|therefore|hence)\b[^.!?\n=]{{0,80}}?\b(?:is|are|has|have|gets?|costs?|pays?){_WORD_END}"
+    rf"(?:(?P<equation>=)|等于|答案|结果|一共|总共|剩|\b(?:equals?|answer|makes?|leaves?|total){_WORD_END}"
+    rf"|(?P<so>\b(?:so|thus|therefore|hence))\b[^.!?\n=]{{0,80}}?\b(?:is|are|has|have|gets?|costs?|pays?){_WORD_END}"
     rf"){_BEFORE}",
     re.IGNORECASE,
 )
 # As GSM8K ends an answer, and as mathematics is asked for one.
-_FINAL = re.compile(rf"(?:####|\\boxed\s*\{{|答案|结果|\banswer{_WORD_END}){_BEFORE}", re.IGNORECASE)
-_SENTENCE = re.compile(r"[.!?](?!\d)|[。！？\n]")
+_FINAL = re.compile(rf"(?:####|\\boxed\s*\{{){_BEFORE}")
+# Words by which a sentence says a result that an earlier equation hasn't.
+_STATES = re.compile(
+    r"(?:\b(?:is|are|for|costs?|earns?|pays?|gets?|has|have|to|needs?)|[是有为得共要花])\s*[$€£¥]?\Z",
+    re.IGNORECASE,
+)
+_SENTENCE = re.compile(r"(?<!\b[a-z])(?<!\bvs)[.!?](?=\s|$)|[。！？\n]", re.IGNORECASE)
+# A number that heads a line of a list, or that is an exponent or a name's.
+_ASIDE = re.compile(r"(?:^|\n)\s*\Z|[a-z]\Z", re.IGNORECASE)
 
 # A sign word directly before a number; in "ten minus three" an operand precedes it instead.
 _SIGN = re.compile(r"(?:(?P<zh>(?<!正)负|零下)|(?:(?P<operand>\S+)\s+)?\b(?P<en>minus|negative)\s+)$", re.I)
@@ -138,26 +145,40 @@ def english_number(text: str) -> int | None:
 def find_answer_number(text: str) -> float | None:
     """Return the final number of ``text``, or None, of those in the first script that has any.
 
-    The last one behind "answer", ``\\boxed{`` or ``####``; else the last one behind a word such as "等于" or
-    "total", or "=" unless a later sentence has a number; otherwise the last one.
+    The last one in ``\\boxed{}`` or behind ``####``; else the last one behind a word such as "等于" or
+    "answer", or behind "=" unless later sentences state another one alone; otherwise the last one.
     """
     text = unicodedata.normalize("NFKC", text.translate(_DASHES))
     text = re.sub(r"(?<=[=:是为])\s*-\s+(?=\d)", "-", text)  # "= - 3"
     for read in (_digits, _chinese, _english):
         if found := read(text):
             final = {match.end() for match in _FINAL.finditer(text)}
-            ends = {match.end(): match["equation"] for match in _SAYS_SO.finditer(text)}
-            announced = [(value, start) for value, start in found if start in ends]
-            if answers := [each for each in found if each[1] in final]:
-                begin = answers[-1][1]  # "the answer is 3 + 5 = 8"
-                behind = [each for each in announced if each[1] > begin]
-                same = [value for value, at in behind if not _SENTENCE.search(text, begin, at)]
-                return [answers[-1][0], *same][-1]
-            last, at = announced[-1] if announced else found[-1]
-            if announced and ends[at] and _SENTENCE.search(text, at, found[-1][1]):
+            said = {match.end(): match for match in _SAYS_SO.finditer(text)}
+            announced = [(value, at, said[at]) for value, at in found if at in said]
+            if answers := [value for value, at in found if at in final]:
+                return answers[-1]
+            if all(match["so"] for _, _, match in announced):  # of nothing that was computed before
                 return found[-1][0]
-            return last
+            last, at, match = announced[-1]
+            if not (match["equation"] or match["so"]):
+                return last
+            end = _end_of_sentence(text, at)
+            later = [each for each in found if each[1] >= end and not _is_aside(text, each[1])]
+            near = ((value, text[max(0, place - _SIGN_WINDOW) : place]) for value, place in later)
+            stated = [value for value, before in near if _STATES.search(before)]
+            return last if not stated or last in (value for value, _ in later) else stated[-1]
     return None
+
+
+def _end_of_sentence(text: str, start: int) -> int:
+    stop = _SENTENCE.search(text, start)
+    return stop.end() if stop else len(text)
+
+
+def _is_aside(text: str, start: int) -> bool:
+    """Return whether the number at ``start`` numbers a line, or belongs to a word or a unit (cm2)."""
+    near = _ASIDE.search(text, max(0, start - _SIGN_WINDOW), start)
+    return near is not None and (near[0][-1:].isalpha() or re.match(r"\d+[.)、]", text[start:]) is not None)
 
 
 def _signed(text: str, value: float, start: int) -> tuple[float, int]:
