@@ -54,6 +54,10 @@ class Served:
         self.process.kill()
         self.process.communicate(20)
 
+    def wait_for_end(self) -> None:
+        while self.process.poll() is None:  # its socket goes before it does
+            time.sleep(0.05)
+
     def plant(self, fault: str, engine: str = "ktbridge") -> None:
         if self.process.poll() is not None:
             self.end()
@@ -227,11 +231,11 @@ def test_a_server_that_cannot_load(served):
 def test_a_server_that_dies(served):
     with pytest.raises(KtbridgeError, match="does not answer"):
         served.verify("dies")
-    while served.process.poll() is None:  # its socket goes before it does
-        time.sleep(0.05)
+    served.wait_for_end()
     with pytest.raises(ProblemsError, match="does not answer") as caught:
         served.verify("dies-loading", "sglang", reload=True)
     assert placed(caught) == [("KTV026", "tiny:a"), ("KTV026", "tiny:b")]
+    served.wait_for_end()
 
 
 def test_the_command_prints_the_matrix(served, lettered, pair):
