@@ -43,15 +43,19 @@ _BUCKET = 64 << 20  # bytes: a link reaches full bandwidth with fewer, and a GPU
 # Groups
 
 
+def find_b(model: nn.Module) -> list[nn.Parameter]:
+    """Find the B of a model's LoRA, PEFT's and the experts'."""
+    named = model.named_parameters()
+    return [value for name, value in named if ".lora_B." in name or name.endswith("_lora_b")]
+
+
 def separate_b(model: nn.Module, optimizer: Optimizer, ratio: float) -> None:
     """Move each group's B, PEFT's and the experts', to one behind the others, at ``ratio`` times its rate.
 
     LoRA+ (arXiv:2402.12354). Nothing is moved where the ratio is 1. PEFT's own ``create_loraplus_optimizer``
     groups by its own layers' names, which would leave the experts' B with A.
     """
-    own = {
-        value for name, value in model.named_parameters() if ".lora_B." in name or name.endswith("_lora_b")
-    }
+    own = set(find_b(model))
     for group in list(optimizer.param_groups) if ratio != 1 else ():
         behind = [each for each in group["params"] if each in own]
         if behind and _RATIO not in group:

@@ -48,6 +48,7 @@ from ktbridge.sft.interrupts import Interrupts, StopOnSignal, explain_failures, 
 from ktbridge.sft.launch import is_main, world
 from ktbridge.sft.microbatch import MicroBatchRunner, OnNote, tokens_per_pass
 from ktbridge.sft.model import choose_device, load_trainable
+from ktbridge.sft.optimizer import find_b
 from ktbridge.sft.output import Log, files_beside, write_output
 from ktbridge.sft.plan.setting import RunSetting
 from ktbridge.sft.plan.shape import read_shape
@@ -390,15 +391,12 @@ def _why_nothing_changed(config: TrainConfig, trainer: RunTrainer) -> str:
     """Return why the trained adapter changes no answer; "" where it may."""
     if not config.lora_alpha and not config.expert_alpha:
         return "lora_alpha is 0: the adapter changes nothing."
-    ends = "lora_b", "lora_b.default.weight"
-    values = [value.detach() for name, value in trained(trainer.model) if name.lower().endswith(ends)]
-    own = [value.to_local() if hasattr(value, "to_local") else value for value in values]
-    if agree(any(bool(value.any()) for value in own)) or not agree(bool(values)):
+    own = [value.to_local() if hasattr(value, "to_local") else value for value in find_b(trainer.model)]
+    if agree(any(bool(value.any()) for value in own)) or not agree(bool(own)):
         return ""
     rates = [record["learning_rate"] for record in trainer.state.log_history if "learning_rate" in record]
-    why = " (its learning rate was 0 in every step: a warm-up of all steps?)" * (
-        bool(rates) and not any(rates)
-    )
+    why = " (its learning rate was 0 in every step: a warm-up of all steps?)"
+    why = why if rates and not any(rates) else ""
     return f"every B of the adapter is zero as it was made, so it changes nothing{why}."
 
 

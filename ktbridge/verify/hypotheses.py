@@ -281,16 +281,13 @@ def _drifted(found: Verification, search: _Search) -> Verification:
             f"{search.distance[nearest]:.3g} nats from {search.described(nearest)}, nearer than from "
             f"what is right ({search.standard:.3g}), and not the same"
         )
-        arms = _unexpected(found)
-        return replace(found, verdict="can't tell", reason=reason, told_by="hypotheses", arms=arms)
+        return _unexplained(found, reason)
     distance = found.arm.distances[found.arm.expected]
     times = f"{distance:.3g} nats from its reference, {distance / max(found.floor, 1e-12):.0f} times"
     base = [arm.distances["base"] for arm in found.arms if arm.expected == "base"]
     if base and max(base) <= CLEAR_OF_NOISE * search.references.noise["base"]:  # quantized, it drifts, too
         reason = f"{times} the noise floor, and the base is at its own: a part of the LoRA may be missing"
-        return replace(
-            found, verdict="can't tell", reason=reason, told_by="hypotheses", arms=_unexpected(found)
-        )
+        return _unexplained(found, reason)
     others = "; ".join(
         f"{arm.model} {arm.distances[arm.expected]:.3g}" for arm in found.arms if arm.model != found.model
     )
@@ -301,6 +298,10 @@ def _drifted(found: Verification, search: _Search) -> Verification:
         f"at most {CLEAR_OF_NOISE * found.floor:.3g} nats",
     )
     return replace(found, problems=(*found.problems, drift))
+
+
+def _unexplained(found: Verification, reason: str) -> Verification:
+    return replace(found, verdict="can't tell", reason=reason, told_by="hypotheses", arms=_unexpected(found))
 
 
 def _kind(variant: Variant) -> str:

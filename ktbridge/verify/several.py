@@ -106,8 +106,7 @@ def verify_several(
     Raises KtbridgeError when the server cannot be measured or the references not be computed.
     """
     base = Path(resolve_model(base_model))
-    for adapter in adapters.values():
-        require_hashes(adapter.path)
+    require_hashes(*(adapter.path for adapter in adapters.values()))
     halves = {name: find_halves(adapter) for name, adapter in adapters.items()}
     entries = server.entries()
     models = read_models(entries, server.applied_adapter(engine_of(entries)) or "")

@@ -20,6 +20,7 @@ from ktbridge.server_api.client import OpenAIClient
 from ktbridge.server_api.served_names import read_models
 from ktbridge.verify.logprobs import LogprobClient
 from ktbridge.verify.reload import AdapterLoader
+from ktbridge.verify.run import verify
 from ktbridge.verify.several import find_base, find_names, verify_several
 
 SCRIPT = Path(__file__).with_name("faultyserver.py")
@@ -294,6 +295,23 @@ def test_adapters_that_cannot_be_told_apart(served, lettered, pair):
     result = verify_several(LogprobClient(served.url), twice, str(lettered))
     assert not result.ok
     assert {*placed(result)} == {("KTV024", "a and b")}
+
+
+def test_damaged_adapters_are_no_reference(lettered, pair, tmp_path):
+    """Before a server is asked."""
+    nobody = "http://127.0.0.1:9"
+    for name, path in pair.items():
+        file = shutil.copytree(path, tmp_path / name) / "fused_expert_lora.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    with pytest.raises(ProblemsError, match="does not match its manifest") as caught:
+        verify(nobody, "m", str(tmp_path / "a"), str(lettered))
+    assert codes(caught) == {"KTB012"}
+    adapters = {name: open_adapter(tmp_path / name, base_model=lettered) for name in pair}
+    with pytest.raises(ProblemsError, match="do not match their manifests") as caught:
+        verify_several(LogprobClient(nobody), adapters, str(lettered))
+    assert len(placed(caught)) == 2
 
 
 def test_names_and_base_in_the_lists_of_engines():

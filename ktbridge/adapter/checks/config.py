@@ -173,7 +173,9 @@ def _manifest_agrees(adapter: Adapter, use: Use) -> Iterator[Problem]:
     manifest = adapter.manifest
     if manifest is None:
         return
-    where = str(adapter.path / MANIFEST_FILE)
+    where, here = str(adapter.path / MANIFEST_FILE), "here"
+    if not (adapter.path / MANIFEST_FILE).exists():  # the reader of another format made it
+        where, here = str(adapter.path), "of the experts"
     lora = manifest.get("lora")
     if lora is not None and (
         not isinstance(lora, dict)
@@ -194,9 +196,6 @@ def _manifest_agrees(adapter: Adapter, use: Use) -> Iterator[Problem]:
         yield problem("KTB119", where, found, f"{named!r} as in {CONFIG_FILE}")
     alpha, own = adapter.lora.get("alpha"), adapter.config.get("lora_alpha")
     if is_number(alpha) and is_number(own) and float(own) != alpha:
-        here = "here"
-        if not (adapter.path / MANIFEST_FILE).exists():  # the reader of another format made it
-            where, here = str(adapter.path), "of the experts"
         found = f"alpha is {alpha:g} {here} and {own:g} in {CONFIG_FILE}"
         if use.served and not is_foreign(adapter):  # PEFT's layout has the second one as a pattern
             yield problem("KTB104", where, found, "one alpha")

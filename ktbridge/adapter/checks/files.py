@@ -80,10 +80,12 @@ def _loaded(adapter: Adapter, ours: set[str], use: Use) -> Iterator[Problem]:
 
 
 def _not_merged(adapter: Adapter, ours: set[str]) -> Iterator[Problem]:
+    found, step = (
+        "is no part of the adapter, and not merged",
+        "merge it by what saved it, if the model needs it",
+    )
     for path in sorted(adapter.path.glob("*.safetensors")):
         if path.name not in ours and not _OF_A_CHECKPOINT.fullmatch(path.name):
-            step = "merge it by what saved it, if the model needs it"
-            found = "is no part of the adapter, and not merged"
             yield problem("KTB007", str(path), found, severity="warning", next_step=step)
 
 
@@ -191,13 +193,16 @@ class Hashes:
         return None if self._stop.is_set() else digest.hexdigest()
 
 
-def require_hashes(directory: Path) -> None:
-    """Hash the files listed with a hash in a directory's manifest; ProblemsError if one is damaged."""
+def require_hashes(*directories: Path) -> None:
+    """Hash the files listed with a hash in directories' manifests; ProblemsError if some are damaged."""
     with Hashes() as hashes:
-        hashes.start(directory)
-        problems = list(hashes.check(directory))
-    if problems:
-        raise ProblemsError(f"{directory} does not match its manifest", problems)
+        for directory in directories:
+            hashes.start(directory)
+        found = {directory: list(hashes.check(directory)) for directory in directories}
+    if damaged := [str(directory) for directory, problems in found.items() if problems]:
+        ends = "does not match its manifest" if len(damaged) == 1 else "do not match their manifests"
+        problems = [one for each in found.values() for one in each]
+        raise ProblemsError(f"{' and '.join(damaged)} {ends}", problems)
 
 
 def resave_step(manifest: Mapping[str, object] | None) -> str | None:
@@ -212,15 +217,15 @@ def check_tokenizer(adapter: Adapter, base: Path) -> Iterator[Problem]:
     Trainers save their tokenizer beside an adapter; a merged model has the base's.
     """
     found = []
-    template = _chat_template(adapter.path)
-    if template and template != _chat_template(base):
-        found.append("another chat template" if _chat_template(base) else "a chat template")
-    if more := sorted(_added_tokens(adapter.path) - _added_tokens(base)):
+    if (own := _chat_template(adapter.path)) and own != (theirs := _chat_template(base)):
+        found.append("another chat template" if theirs else "a chat template")
+    tokens = _added_tokens(adapter.path)
+    if more := sorted(tokens - _added_tokens(base) if tokens else ()):  # the base's are slow to read
         count = f"{len(more)} tokens" if len(more) > 1 else "a token"
         found.append(f"{count} that the base model hasn't, first {more[0][1]!r}")
     if found:
-        expected = f"the tokenizer of {base}"
-        yield problem("KTB739", str(adapter.path), f"has {' and '.join(found)}"[:300], expected)
+        what = f"has {' and '.join(found)}"[:300]
+        yield problem("KTB739", str(adapter.path), what, f"the tokenizer of {base}")
 
 
 def _chat_template(path: Path) -> str:

@@ -334,21 +334,17 @@ def one_scale(adapter: Adapter, same_rank: bool = True) -> tuple[int, float, flo
 def _widen(adapter: Adapter, experts: Numbers, rest: Numbers) -> list[Problem]:
     """Give the half of the smaller rank zeros up to the other's, and the alpha of the same scale; say so."""
     rank = max(experts.rank, rest.rank)
-    stacks, tensors = adapter.blocks()
     if rest.rank < rank:
-        tensors = {
-            key: padded(each, 0 if parse_key(key).half == "A" else 1, rank) for key, each in tensors.items()
-        }
-        alpha = whole(rest.at(rank).plain_alpha)
-        adapter.config = {**adapter.config, "r": rank, "lora_alpha": alpha}
-        if rest.rslora:
-            adapter.config["use_rslora"] = False
+        less, what = rest.rank, "all but experts"
+        modules = {parse_key(key).module for key in adapter.nonexpert}
+        _multiply(adapter, {}, dict.fromkeys(modules, 1.0), rest.at(rank))
     else:
+        less, what = experts.rank, "experts"
+        stacks, tensors = adapter.blocks()
         stacks = {slot: padded(each, 1 if slot[2] == "A" else 2, rank) for slot, each in stacks.items()}
+        adapter.hold(stacks, tensors)
         alpha = whole(experts.at(rank).plain_alpha)
         adapter.given_alpha = None if adapter.given_alpha is None else alpha
         adapter.manifest = {**(adapter.manifest or {}), "lora": {"rank": rank, "alpha": alpha}}
-    adapter.hold(stacks, tensors)
-    less, what = (rest.rank, "all but experts") if rest.rank < rank else (experts.rank, "experts")
     found = f"{what}, of rank {less}, got zeros up to rank {rank}, which change no product"
     return [problem("KTB721", str(adapter.path), found)]

@@ -47,7 +47,7 @@ _ENGLISH = re.compile(
     re.IGNORECASE,
 )
 # Markers directly before the final number: "= 8", "the answer is 8", "一共有8个".
-# Weaker words (有, is, are) are omitted: they introduce the question's numbers just as often.
+# Weaker words (有, is, are) count behind "so" alone: they introduce the question's numbers just as often.
 _WORD_END = rf"(?![^\W\d负{_NUMERAL[1:-1]}])"  # a number may follow without a space
 _BEFORE = rf"(?:\s|[:：*是为有了下$€£¥\"'“‘(\[{{]|\\[(\[$]|\\boxed|\b(?:is|to|of|only|about){_WORD_END})*"
 _SAYS_SO = re.compile(
@@ -64,13 +64,14 @@ _STATES = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE = re.compile(r"(?<!\b[a-z])(?<!\bvs)[.!?](?=\s|$)|[。！？\n]", re.IGNORECASE)
-# A number that heads a line of a list, or that is an exponent or a name's.
+# A number that may head a line of a list, or that is an exponent or a name's.
 _ASIDE = re.compile(r"(?:^|\n)\s*\Z|[a-z]\Z", re.IGNORECASE)
+_HEADS = re.compile(r"\d+[.)、]")
 
 # A sign word directly before a number; in "ten minus three" an operand precedes it instead.
 _SIGN = re.compile(r"(?:(?P<zh>(?<!正)负|零下)|(?:(?P<operand>\S+)\s+)?\b(?P<en>minus|negative)\s+)$", re.I)
 _SIGNS = ("minus", "negative", "负", "零下")
-_SIGN_WINDOW = 64  # characters before a number searched for its sign and a preceding operand
+_NEAR = 64  # characters before a number that are searched for its sign, and for what it belongs to
 _DASHES = str.maketrans({"−": "-", "﹣": "-", "－": "-"})
 
 
@@ -150,40 +151,38 @@ def find_answer_number(text: str) -> float | None:
     """
     text = unicodedata.normalize("NFKC", text.translate(_DASHES))
     text = re.sub(r"(?<=[=:是为])\s*-\s+(?=\d)", "-", text)  # "= - 3"
-    for read in (_digits, _chinese, _english):
-        if found := read(text):
-            final = {match.end() for match in _FINAL.finditer(text)}
-            said = {match.end(): match for match in _SAYS_SO.finditer(text)}
-            announced = [(value, at, said[at]) for value, at in found if at in said]
-            if answers := [value for value, at in found if at in final]:
-                return answers[-1]
-            if all(match["so"] for _, _, match in announced):  # of nothing that was computed before
-                return found[-1][0]
-            last, at, match = announced[-1]
-            if not (match["equation"] or match["so"]):
-                return last
-            end = _end_of_sentence(text, at)
-            later = [each for each in found if each[1] >= end and not _is_aside(text, each[1])]
-            near = ((value, text[max(0, place - _SIGN_WINDOW) : place]) for value, place in later)
-            stated = [value for value, before in near if _STATES.search(before)]
-            return last if not stated or last in (value for value, _ in later) else stated[-1]
-    return None
+    found = next(filter(None, (read(text) for read in (_digits, _chinese, _english))), None)
+    return _last_told(text, found) if found else None
 
 
-def _end_of_sentence(text: str, start: int) -> int:
-    stop = _SENTENCE.search(text, start)
-    return stop.end() if stop else len(text)
+def _last_told(text: str, found: list[tuple[float, int]]) -> float:
+    """Return the value of ``found``, values and their places in ``text``, that it ends with."""
+    final = {match.end() for match in _FINAL.finditer(text)}
+    if answers := [value for value, at in found if at in final]:
+        return answers[-1]
+    said = {match.end(): match for match in _SAYS_SO.finditer(text)}
+    announced = [(value, at, said[at]) for value, at in found if at in said]
+    if all(match["so"] for _, _, match in announced):  # of nothing that was computed before
+        return found[-1][0]
+    last, at, match = announced[-1]
+    if not (match["equation"] or match["so"]):
+        return last
+    stop = _SENTENCE.search(text, at)
+    end = stop.end() if stop else len(text)
+    later = [(value, place) for value, place in found if place >= end and not _is_aside(text, place)]
+    stated = [value for value, place in later if _STATES.search(text, max(0, place - _NEAR), place)]
+    return last if not stated or last in (value for value, _ in later) else stated[-1]
 
 
 def _is_aside(text: str, start: int) -> bool:
     """Return whether the number at ``start`` numbers a line, or belongs to a word or a unit (cm2)."""
-    near = _ASIDE.search(text, max(0, start - _SIGN_WINDOW), start)
-    return near is not None and (near[0][-1:].isalpha() or re.match(r"\d+[.)、]", text[start:]) is not None)
+    near = _ASIDE.search(text, max(0, start - _NEAR), start)
+    return near is not None and (near[0][-1:].isalpha() or _HEADS.match(text, start) is not None)
 
 
 def _signed(text: str, value: float, start: int) -> tuple[float, int]:
     """Return the value with a preceding sign word (minus three, 负三, 零下3度) applied, and its start."""
-    near = max(0, start - _SIGN_WINDOW)
+    near = max(0, start - _NEAR)
     if value < 0 or not text[near:start].rstrip().lower().endswith(_SIGNS):
         return value, start
     sign = _SIGN.search(text, near, start)

@@ -182,7 +182,7 @@ def _seedlike(answers: Sequence[str], references: References) -> Scored:
         bleu = {f"bleu-{n}": sentence_bleu(wanted, tokens, n) for n in (1, 2, 3, 4)}
         samples.append({**bleu, **_rouges(answer, group)})
     made = f"jieba {_version('jieba')}"
-    return (_means(samples, 100), f"seedlike|bleu1-4:cumulative,method3,sentence-mean,{made}|rouge:f1,{made}")
+    return _means(samples, 100), f"seedlike|bleu1-4:cumulative,method3,sentence-mean,{made}|rouge:f1,{made}"
 
 
 def _means(samples: Sequence[Mapping[str, float]], scale: float = 1) -> dict[str, float]:

@@ -48,8 +48,7 @@ def load_engine(plan: ServePlan, whole: bool = False) -> LocalEngine:
     directories: list[tuple[str | None, Path]] = list(plan.experts)
     if plan.expert is not None:
         directories.append((None, plan.expert))
-    for directory in dict.fromkeys(path for _, path in (*directories, *plan.nonexpert)):
-        require_hashes(directory)
+    require_hashes(*(path for _, path in (*directories, *plan.nonexpert)))
     experts = _load_experts(model, {name: read_adapter(d) for name, d in directories}, plan.threads)
     # PEFT keeps adapters in module dictionaries, whose keys cannot be every adapter name.
     slots = {name: f"adapter{i}" for i, (name, _) in enumerate(plan.nonexpert)}

@@ -269,7 +269,7 @@ def from_validation(error: ValidationError) -> ApiError:
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for one in error.errors(include_url=False, include_input=False)[:MAX_ERRORS]:
-        text, parts = (one["msg"].removeprefix("Value error, "), [str(part)[:80] for part in one["loc"]])
+        text, parts = one["msg"].removeprefix("Value error, "), [str(part)[:80] for part in one["loc"]]
         path = tuple(part for part in parts if part != "str" and "[" not in part)
         if one["type"] == "extra_forbidden":
             text = "unknown field"

@@ -233,8 +233,7 @@ def convert(conversion: Conversion) -> bool:
 def _join(expert: Path, nonexpert: Path, target: Path, base_model: str) -> None:
     """Join both halves of a split pair into one raw adapter, from which everything is converted."""
     experts, rest = read_adapter(expert), read_adapter(nonexpert)
-    for half in (experts, rest):  # the joined adapter gets its own hashes
-        require_hashes(half.path)
+    require_hashes(experts.path, rest.path)  # the joined adapter gets its own hashes
     fused = {
         fused_key(layer, name): experts.expert_tensor(layer, name)
         for layer in experts.expert_layers()

@@ -152,7 +152,7 @@ def _check_mixing(config: TrainConfig, problems: Problems) -> None:
     found, expected, step = ",".join(f"{each:g}" for each in probs), "", ""
     if config.mix_strategy == "concat":
         found += " with mix_strategy: concat"
-        expected, step = ("interleave_under or interleave_over", "Set mix_strategy, or leave this out.")
+        expected, step = "interleave_under or interleave_over", "Set mix_strategy, or leave this out."
     elif len(probs) != count:
         expected = f"{count}, as many as datasets"
     elif abs(sum(probs) - 1) > 1e-6:

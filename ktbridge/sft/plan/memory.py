@@ -366,7 +366,7 @@ def _activations(setting: RunSetting) -> tuple[int, int, str]:
         routed = 12 * batch.tokens * shape.config.num_experts * shape.sparse_layers
     if setting.config.disable_gradient_checkpointing:
         passing = max(one.passing for one in found)
-        return (routed + sum(one.kept for one in found), passing, f"{len(found)} layers, all kept, {size}")
+        return routed + sum(one.kept for one in found), passing, f"{len(found)} layers, all kept, {size}"
     inputs = routed + len(found) * batch.tokens * shape.config.hidden_size * batch.width
     if not setting.cuda:  # the experts' outputs, kept for the second forward
         inputs += shape.sparse_layers * batch.tokens * shape.config.hidden_size * 2
