@@ -128,10 +128,13 @@ class Recorder:
             self._profile.start()
             self._began = time.perf_counter()
         elif self._done == self._step:
+            from ktbridge.experts.gpu.timing import detach_profiler
+
             torch.cuda.synchronize()
             took = 1000 * (time.perf_counter() - self._began)
             self._profile.stop()
             self._write(took)
+            detach_profiler(torch.device("cuda"))  # the steps behind it are as those before
 
     def _write(self, took: float) -> None:
         events = device_events(self._profile.events(), took)

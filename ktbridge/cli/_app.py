@@ -81,9 +81,11 @@ def training_arguments(command: _Function) -> _Function:
     return config(overrides(from_option(command)))
 
 
-strict_data_option = click.option(
-    "--strict-data", is_flag=True, help="Refuse the run if any row can't be used."
-)
+def run_arguments(command: _Function) -> _Function:
+    """Add ``training_arguments`` and what else a command takes that runs such a configuration."""
+    strict = click.option("--strict-data", is_flag=True, help="Refuse the run if any row can't be used.")
+    dry_run = dry_run_option("Check everything that needs no weights, then stop.")
+    return training_arguments(dry_run(strict(json_option("Print the result as JSON.")(command))))
 
 
 def told_format(from_format: str) -> tuple[str, ...]:

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ktbridge.cli._app import (
-    Command,
-    dry_run_option,
-    json_option,
-    strict_data_option,
-    terminable,
-    told_format,
-    training_arguments,
-)
+from ktbridge.cli._app import Command, run_arguments, terminable, told_format
 from ktbridge.cli._hub import ensure_model, ensure_rows
 from ktbridge.cli._train_plan import show_refused
 from ktbridge.cli._ui import (
@@ -46,10 +38,7 @@ PREVIEW = 2000
 
 
 @click.command(cls=Command, extra="train,serve")
-@training_arguments
-@dry_run_option("Check everything that needs no weights, then stop.")
-@strict_data_option
-@json_option("Print the result as JSON.")
+@run_arguments
 def command(
     config: str, overrides: tuple[str, ...], from_format: str, dry_run: bool, strict_data: bool, as_json: bool
 ) -> None:

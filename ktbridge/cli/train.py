@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ktbridge.cli import predict
-from ktbridge.cli._app import (
-    Command,
-    dry_run_option,
-    json_option,
-    strict_data_option,
-    terminable,
-    told_format,
-    training_arguments,
-)
+from ktbridge.cli._app import Command, run_arguments, terminable, told_format
 from ktbridge.cli._hub import ensure_model, ensure_rows, stub_on_hub, wait_for_model
 from ktbridge.cli._train_plan import rows_lines, show_plan
 from ktbridge.cli._ui import (
@@ -50,10 +42,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command, extra="train")
-@training_arguments
-@dry_run_option("Check everything that needs no weights, then stop.")
-@strict_data_option
-@json_option("Print the result as JSON.")
+@run_arguments
 def command(
     config: str, overrides: tuple[str, ...], from_format: str, dry_run: bool, strict_data: bool, as_json: bool
 ) -> None:

@@ -1,7 +1,10 @@
 """What `ktbridge doctor` tells of a GPU, tried on one."""
 
+import os
+
 import torch
 
+from ktbridge.experts.gpu import timing
 from ktbridge.experts.gpu.probe import probe_gpus
 from ktbridge.serve.doctor import check_gpus
 
@@ -19,3 +22,20 @@ def test_each_gpu_is_tried_and_left_as_it_was():
     assert len(there) == len(checks) - 1 == len(found)
     assert checks[0].state == "ok"
     assert [gpu.not_in_place for gpu in there] == [gpu.not_in_place for gpu in found]
+
+
+def test_a_profiler_that_was_detached_sees_kernels_again(monkeypatch):
+    cuda = torch.device("cuda")
+    for _ in range(3):
+        assert timing.seconds_busy(lambda: torch.ones(1 << 20, device=cuda).add_(1), cuda) > 0
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+        ) as seen:
+            torch.ones(3, device=cuda).add_(1)
+            torch.cuda.synchronize()
+        assert sum(each.count for each in seen.key_averages() if each.self_device_time_total) >= 2
+        timing.detach_profiler(cuda)
+        assert "TEARDOWN_CUPTI" not in os.environ
+    monkeypatch.setenv("TEARDOWN_CUPTI", "0")  # whoever sets it has a reason
+    timing.detach_profiler(cuda)
+    assert os.environ["TEARDOWN_CUPTI"] == "0"

@@ -159,10 +159,13 @@ def check_data(adapter: Adapter, on_progress: OnProgress | None = None) -> Itera
     yield from many("KTB401", values.bad, "has NaN or infinite values")
     dtypes = " and ".join(sorted({part.entry.dtype for part in values.rounds}))
     yield from many("KTB304", values.rounds, f"is {dtypes}", "BF16")
-    pairs = list(_expert_pairs(adapter, values))
-    yield from _expert_zeros(adapter, pairs)
-    others = list(_nonexpert_pairs(adapter, values))
-    yield from _nonexpert_zeros(adapter, others)
+    pairs, others = list(_expert_pairs(adapter, values)), list(_nonexpert_pairs(adapter, values))
+    where = str(adapter.path)
+    for kind, found, zeros in (("expert's", pairs, _expert_zeros), ("non-expert", others, _nonexpert_zeros)):
+        if found and all(pair.zero.all() for pair in found):
+            yield problem("KTB402", where, f"every {kind} LoRA is zero")
+        else:
+            yield from zeros(where, found)
     yield from check_damage(adapter, [pair for pair in (*pairs, *others) if pair.whole])
 
 
@@ -234,13 +237,7 @@ def _nonexpert_pairs(adapter: Adapter, values: _Values) -> Iterator[Pair]:
         yield Pair(key.layer, key.suffix or module, tensors, sides, {})
 
 
-def _expert_zeros(adapter: Adapter, pairs: Sequence[Pair]) -> Iterator[Problem]:
-    if not pairs:
-        return
-    where = str(adapter.path)
-    if all(pair.zero.all() for pair in pairs):
-        yield problem("KTB402", where, "every expert's LoRA is zero")
-        return
+def _expert_zeros(where: str, pairs: Sequence[Pair]) -> Iterator[Problem]:
     by_projection: dict[str, list[bool]] = defaultdict(list)
     by_layer: dict[int, list[bool]] = defaultdict(list)
     idle = 0
@@ -259,13 +256,7 @@ def _expert_zeros(adapter: Adapter, pairs: Sequence[Pair]) -> Iterator[Problem]:
         yield problem("KTB404", where, f"{idle} experts' down_proj LoRA is zero")
 
 
-def _nonexpert_zeros(adapter: Adapter, pairs: Sequence[Pair]) -> Iterator[Problem]:
-    if not pairs:
-        return
-    where = str(adapter.path)
-    if all(pair.zero.all() for pair in pairs):
-        yield problem("KTB402", where, "every non-expert LoRA is zero")
-        return
+def _nonexpert_zeros(where: str, pairs: Sequence[Pair]) -> Iterator[Problem]:
     zero = sorted(next(iter(pair.tensors.values()))[0].key.module for pair in pairs if pair.zero.all())
     if zero:
         more = f" (and {len(zero) - 1} more modules)" if len(zero) > 1 else ""

@@ -8,6 +8,7 @@ the operations takes all of the time.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ _AGAIN = 0.35  # of a backward's seconds: two of its five products are gate's an
 _GROUP = 0.7
 _UPDATED = (64, 1 << 18)
 """LoRA weights that the optimizer is timed with: with gradients and Adam's states more than a host caches."""
+_TEARDOWN = "TEARDOWN_CUPTI"
 _PART = 4 << 30  # bytes of bfloat16 matrices that are timed at most; of more, fewer experts are
 
 
@@ -118,7 +120,7 @@ def time_experts(
         large = max(2 * _FEW, round(min(tokens, MOST_TOKENS) * share))
         sizes = large // 2, large
         less, more = (_run(part, top_k, size, device, seconds_busy) for size in sizes)
-        # Behind the profiler, which slows down the run's calls of CUDA, too (docs/kernel-log.md, entry 72).
+        detach_profiler(device)  # the host's seconds are those of the run, which goes on without it
         launch = _run(part, top_k, _FEW, device, seconds_waited)
         rows = [size * top_k for size in sizes]
         # Of as many rows an expert as in the layer; what doesn't grow with them is started once.
@@ -167,6 +169,7 @@ def time_outside(
                 ids = torch.ones(rows, length, dtype=torch.int64, device=device)
                 found.append(_outside(hidden, whole, ids, device, seconds_busy if number else seconds_waited))
     finally:
+        detach_profiler(device)
         model.train(training)
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
@@ -213,6 +216,24 @@ def seconds_busy(once: Callable[[], object], device: torch.device) -> float:
         if found:  # else the driver lets nobody look
             return float(found) / 1e6
     return min(time_runs(once, device, 1))
+
+
+def detach_profiler(device: torch.device) -> None:
+    """End what torch's profiler leaves attached behind its last session: CUPTI, in all calls of CUDA.
+
+    That is 8 us for each launch (docs/kernel-log.md, entry 72). A session that finds TEARDOWN_CUPTI detaches
+    it at the next call; before CUDA 12.6 not reliably (kineto 1264), so there it stays.
+    """
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")))
+    if device.type != "cuda" or version < (12, 6) or _TEARDOWN in os.environ:
+        return
+    os.environ[_TEARDOWN] = "1"
+    try:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True):
+            _wait(device)
+    finally:
+        del os.environ[_TEARDOWN]
+    _wait(device)
 
 
 def median_seconds(once: Callable[[], object], device: torch.device, seconds: float = 0.0) -> float:
