@@ -38,6 +38,7 @@ _CPU_SHARE = (1 / 3, 2 / 3)  # of the CPU's seconds for experts, forward and bac
 # before they are multiplied. Fitted on the runs in docs/placements.md.
 _QUEUED, _TAKEN = 8, 3
 _PYTHON = ("launch", "launch_group", "launch_outside", "micro_batch")
+_BESIDE = 1.1  # times the seconds that Python takes in a probe, beside threads that transfer and update
 
 
 def pad_rank(rank: int) -> int:
@@ -407,6 +408,7 @@ def predict_seconds(placement: Placement, sizes: ExpertSizes, cut: StepSplit, co
                 busy += streamed * costs.unpack * sizes.matrices(sizes.experts)
                 starting += layers * costs.launch[way]
                 starting += streamed * (placement.groups - 1) * costs.launch_group
+                starting *= _BESIDE if transfers else 1
             for inner, count, share in sizes.mlps if way and placement.pieces_from else ():
                 if inner < placement.pieces_from:
                     continue
