@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -222,10 +222,10 @@ def detach_profiler(device: torch.device) -> None:
     """End what torch's profiler leaves attached behind its last session: CUPTI, in all calls of CUDA.
 
     That is 8 us for each launch (docs/kernel-log.md, entry 72). A session that finds TEARDOWN_CUPTI detaches
-    it at the next call; before CUDA 12.6 not reliably (kineto 1264), so there it stays.
+    it at the next call; before CUDA 12.6 not reliably (kineto 1264), and not seen beside NCCL's threads.
     """
     version = tuple(map(int, (torch.version.cuda or "0.0").split(".")))
-    if device.type != "cuda" or version < (12, 6) or _TEARDOWN in os.environ:
+    if device.type != "cuda" or version < (12, 6) or _TEARDOWN in os.environ or distributed.is_initialized():
         return
     os.environ[_TEARDOWN] = "1"
     try:
