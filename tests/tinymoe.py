@@ -52,10 +52,10 @@ def tiny_tokenizer():
     return fast
 
 
-def byte_tokenizer(template, *special):
+def byte_tokenizer(template, *special, merges=()):
     """A tokenizer of single bytes, as real ones fall back to, and of special tokens; the last ends a turn."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, [*merges]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(

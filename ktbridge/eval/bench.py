@@ -200,9 +200,12 @@ def parse_bench(given: Mapping[str, bytes]) -> Bench:
     digest = hashlib.sha256()
     for name in FILES:
         digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
+    clusters: dict[str, str] = {}  # one question that stands there twice is no second sample
+    for row in rows:
+        clusters.setdefault(json.dumps(row.messages), row.cluster or row.id)
     return Bench.model_construct(
         **dict(head),
-        items=tuple(_finish_item(row, head, persona) for row in rows),
+        items=tuple(_finish_item(row, head, persona, clusters[json.dumps(row.messages)]) for row in rows),
         persona=persona,
         sha256=digest.hexdigest(),
         files=files,
@@ -264,14 +267,14 @@ def _fill_defaults(row: dict[str, object], slices: Sequence[str], number: int) -
     return filled
 
 
-def _finish_item(row: Item, head: BenchFile, persona: Persona) -> Item:
-    """``row`` with the bench's persona, checklists and limit of tokens in their places."""
+def _finish_item(row: Item, head: BenchFile, persona: Persona, cluster: str) -> Item:
+    """``row`` with the bench's persona, checklists, limit of tokens and ``cluster`` in their places."""
     checks = [
         {**check, "persona": persona} if SCORERS[str(check["scorer"])].needs_persona else check
         for check in row.checks
     ]
     values = {
-        "cluster": row.cluster or row.id,
+        "cluster": row.cluster or cluster,
         "checks": checks,
         "judge": list_questions(row.judge, head.checklists),
         "max_tokens": head.override.get("max_tokens", row.max_tokens or head.item_tokens),

@@ -90,7 +90,7 @@ class _Part:
 def find_contamination(bench: Bench, train_data: Path) -> Contamination:
     """Search for every item of ``bench`` in every text of ``train_data`` (JSONL, JSON, CSV, Parquet).
 
-    Any layout works: all strings of a record are read, whatever their keys, except labels such as
+    Any layout works: all strings of a record are read, whatever their keys, except short labels such as
     roles. Raises UsageError if there is no such file and ProblemsError if it cannot be read.
     """
     if not train_data.is_file():
@@ -151,10 +151,15 @@ def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from _texts([one for key, one in value.items() if key not in _LABELS])
+        yield from _texts([one for key, one in value.items() if not _is_label(key, one)])
     elif isinstance(value, Sequence):
         for one in value:
             yield from _texts(one)
+
+
+def _is_label(key: object, value: object) -> bool:
+    """Return whether a field names something: "source" and "language" may also hold a text."""
+    return key in _LABELS and isinstance(value, str) and len(unicode_tokens(value)) < SHORTEST
 
 
 def _count(item: Item, parts: Sequence[_Part], row: SliceOverlap) -> Hit | None:

@@ -262,4 +262,5 @@ def _compare_runs(
         found = f"{changed} of {len(both)} probe answers differ from those of the stored run"
         expected = "the same model and chat template as before behind the same name and URL"
         severity: Severity = "error" if 2 * changed > len(both) else "warning"
+        card["changed"] = found
         result.problems.append(problem("KTB808", f"arm {arm.name}", found, expected, severity=severity))

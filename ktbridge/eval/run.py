@@ -141,6 +141,10 @@ class _Run:
         probes = dict(before["probes"])
         for fingerprint, hashes in preflight.probes.items():
             probes[fingerprint] = {**hashes, **probes.get(fingerprint, {})}
+        for name, card in preflight.cards.items():
+            old = before["arms"].get(name)
+            if old and "changed" in old and old["fingerprint"] == card["fingerprint"]:
+                card.setdefault("changed", old["changed"])
         return {
             "arms": {**before["arms"], **preflight.cards},
             "probes": probes,

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from ktbridge import __version__
 from ktbridge.document import to_markdown
-from ktbridge.errors import KtbridgeError, Problem, count_problems
+from ktbridge.errors import KtbridgeError, Problem, UsageError, count_problems
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.results.build import failures, list_runs, write_report
 from ktbridge.eval.results.compare import Gate, check_gates
@@ -203,8 +203,11 @@ def _judge_evaluation(
     except KtbridgeError as unreadable:
         return check.model_copy(update={"outcome": "failed", "sentence": unreadable.sentence})
     lines = [one["verdict"]["line"] for one in list_runs(results)]
-    problems = check_gates(conditions, list_runs(results))
-    failed = failures(results)
+    problems, failed = [], failures(results)
+    try:
+        problems = check_gates(conditions, list_runs(results))
+    except UsageError as error:  # of what the evaluation has left
+        failed.append(error.sentence)
     sentence = "; ".join([*failed, *lines]) + ("" if conditions else " (no --fail-on)")
     outcome = "failed" if problems or failed else check.outcome
     return check.model_copy(update={"outcome": outcome, "sentence": sentence, "problems": problems})

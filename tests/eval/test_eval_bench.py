@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -20,6 +21,17 @@ COUNTS = dict.fromkeys(("PES", "CF", "ERM", "INS", "KRI-K", "KRI-R"), 40) | {"SA
 SMALL = Path(__file__).with_name("small")
 BENCH = load_bench("nekobench")
 README = Path(__file__).parents[2] / "eval" / "README.md"
+
+
+def test_a_question_that_stands_there_twice_is_one_cluster(tmp_path):
+    folder = shutil.copytree(SMALL, tmp_path / "bench")
+    lines = (folder / "items.jsonl").read_text("utf-8").splitlines()
+    first = {key: value for key, value in json.loads(lines[0]).items() if key != "cluster"}
+    again = json.dumps(first | {"id": "again"}, ensure_ascii=False)
+    (folder / "items.jsonl").write_text("\n".join([*lines, again]) + "\n", "utf-8")
+    items = load_bench(folder).items
+    assert items[-1].cluster == items[0].cluster
+    assert len({item.cluster for item in items}) == len({item.cluster for item in load_bench(SMALL).items})
 
 
 def test_nekobench_is_what_it_says():

@@ -95,6 +95,13 @@ def test_labels_are_not_text_and_bad_files_are_refused(tmp_path):
     rows = [{"prompt": "User", "checks": [{"scorer": "min_len", "unit": "chars", "n": 1}]}]
     bench = load_bench("generic", write(tmp_path / "bench.jsonl", rows))
     assert find_contamination(bench, write(tmp_path / "a.jsonl", [pair("嗯")]))["hits"] == []
+    question = "Which river flows through the city of Prague?"
+    rows[0]["prompt"] = question
+    bench = load_bench("generic", write(tmp_path / "bench.jsonl", rows))
+    columns = [{"source": question, "target": "Vltava"}, {"language": "en"}]
+    assert [
+        hit["exact"] for hit in find_contamination(bench, write(tmp_path / "b.jsonl", columns))["hits"]
+    ] == [True]
     with pytest.raises(UsageError, match="no training file"):
         find_contamination(bench, tmp_path / "nosuch")
     (tmp_path / "c.jsonl").write_text('{"a": ')

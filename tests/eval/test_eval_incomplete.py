@@ -10,7 +10,7 @@ import sys
 from itertools import groupby
 
 import pytest
-from evalruns import BENCH, SMALL, arm_words, invoke, is_item, run
+from evalruns import BENCH, SMALL, arm_words, invoke, is_item, knows, run, stored
 
 from ktbridge.cli.eval import command as eval_command
 from ktbridge.cli.report import command as report_command
@@ -35,6 +35,36 @@ def drop_answers(out, keep):
     """Leave the first ``keep`` answers, as an interrupted run does."""
     path = out / "answers.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:keep]))
+
+
+@pytest.mark.parametrize("repeat", [1, 5])
+def test_slices_and_repeats_without_answers_are_no_silence(tmp_path, repeat):
+    """Empty answers to two slices; or, of five answers to each item, four that were cut."""
+
+    def answer(item, nth):
+        return "" if item.slice in ("KRI-K", "KRI-R") and repeat == 1 else "plain " + knows(item)
+
+    answers = {"base": lambda item, nth: "the plain " + knows(item), "full": answer}
+    stored(tmp_path, answers, repeat=repeat)
+    if repeat > 1:
+        path = tmp_path / ANSWERS.name
+        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        for number, line in enumerate(lines):
+            if line["arm"] == "full" and number % repeat:
+                line["outcome"] = "truncated"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    results = write_report(tmp_path)
+    told = [one for one in results["warnings"] if one["severity"] == "error"]
+    assert invoke(report_command, tmp_path).exit_code == 1
+    if repeat > 1:
+        assert [(one["code"], one["found"]) for one in told] == [
+            ("KTB820", "336 of 420 answers cannot be scored: 336 truncated")
+        ]
+        return
+    assert [one["code"] for one in told] == ["KTB821"]
+    assert all(name in told[0]["found"] for name in ("KRI-K", "KRI-R"))
+    empty = next(one["found"] for one in results["warnings"] if one["code"] == "KTB820")
+    assert "20 of 84 answers cannot be scored: 20 empty; of KRI-K" in empty
 
 
 # --- the plan

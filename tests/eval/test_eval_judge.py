@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from evalruns import invoke
 from findings import codes
 from scriptedjudge import (
     BENCH,
@@ -27,6 +28,7 @@ from scriptedjudge import (
     truth,
 )
 
+from ktbridge.cli.report import command as report_command
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.eval import score_run
 from ktbridge.eval.judge.prompts import VERSION, compared_arms, parse_judge, plan_judging
@@ -209,6 +211,24 @@ def test_a_judge_that_always_says_the_same_is_named_and_refused(world, run, verd
     assert found.scores == {}
     assert found.card["refused"]
     assert found.card["yes_rate"] == float(verdict)
+
+
+def test_a_judge_without_a_verdict_on_bad_answers_is_refused(world, run, rows):
+    """It may say yes to everything; a condition on what it judged has then nothing to compare."""
+    bad = ("I never say what people like to hear", "Never.", "No. It has a size", "Green.")
+
+    def behave(request, nth):
+        answer = parts_of(request).get("answer", "")
+        return "I would rather not." if answer.startswith(bad) else checks([True] * 3)
+
+    world.behave = behave
+    problems = judge_it(world, run).problems
+    told = next(one for one in problems if one.code == "KTB876")
+    assert told.found == "none of the bad anchors got a verdict"
+    assert read(run, rows).card["refused"]
+    done = invoke(report_command, run, "--fail-on", "judge:overall<-0.1")
+    assert done.exit_code == 1
+    assert "judge:overall was not compared" in " ".join(done.output.split())
 
 
 def test_without_anchors_always_yes_is_a_warning(world_, world, tmp_path):

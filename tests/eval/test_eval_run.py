@@ -345,6 +345,25 @@ def test_another_model_behind_the_same_name_is_noticed(server, tmp_path):
     assert codes(caught) == {"KTB808"}
 
 
+def test_answers_of_two_models_under_one_name_are_told_in_the_report(server, tmp_path):
+    """A model that has changed a little, so that the run isn't stopped."""
+    run(server, tmp_path, limit=16)
+    other = {item.messages[-1]["content"] for item in BENCH.select(limit=8)[:3]}
+
+    def behave(request, nth):
+        if request["model"] != "tiny" or prompt_of(request) not in other:
+            return None
+        return 200, {}, server.completion("别的回答。" + prompt_of(request))
+
+    server.behave = behave
+    run(server, tmp_path, limit=24)
+    server.behave = lambda request, nth: None
+    run(server, tmp_path, limit=24)
+    told = [one for one in write_report(tmp_path)["warnings"] if one["code"] == "KTB808"]
+    assert len(told) == 1
+    assert "3 of 8 probe answers differ from those of the stored run" in told[0]["found"]
+
+
 # --- the store
 
 

@@ -11,6 +11,7 @@ from scipy import stats as reference
 
 from ktbridge.eval.stats import (
     benjamini_hochberg,
+    count_ends,
     detectable_effect,
     holm,
     interval_rows,
@@ -244,7 +245,36 @@ def test_the_smallest_effect_that_a_slice_can_show():
     assert power(seen, np.std(differences, ddof=1), 40, 0.05 / 3) == pytest.approx(0.8, abs=1e-6)
     # Four items that all agree have a mid-p of 1/16: nothing can be seen, whatever its size.
     assert smallest_seen([1.0] * 4, names(4)) is None
-    assert smallest_seen([0.0] * 40, names(40)) == unseen_share(40)
+
+
+@pytest.mark.parametrize(
+    ("count", "lost", "gained"),
+    [(20, 0, 0), (30, 0, 0), (30, 1, 0), (42, 1, 0), (100, 0, 0), (30, 1, 1), (100, 9, 9)],
+)
+def test_the_change_that_is_told_shows_in_8_of_10_runs(count, lost, gained):
+    """Of yes/no marks with such changes, those that are the same in all items before it among them."""
+    seen = smallest_seen([-1.0] * lost + [1.0] * gained + [0.0] * (count - lost - gained), names(count))
+    draws = np.random.default_rng(3).random((500, count))
+    more = gained / count
+    changes = np.where(draws < seen + more, -1.0, np.where(draws < seen + 2 * more, 1.0, 0.0))
+    confirmed = sign_flip_rows(changes) < 0.05
+    assert 0.7 < confirmed.mean() < 0.95
+
+
+@pytest.mark.parametrize("count", [36, 40, 50, 60, 80, 100])
+def test_a_loss_of_the_margin_is_excluded_in_1_of_40_runs_at_most(count):
+    """Exact: yes/no marks, a tenth of the population lost and nothing gained, a margin of a tenth."""
+
+    def kept(lost):
+        changes = [-1.0] * lost + [0.0] * (count - lost)
+        low = mean_interval(changes, names(count), bounds=BOUNDS).low
+        return min(low, count_ends(changes, names(count))[0]) > -0.1
+
+    share = sum(reference.binom.pmf(lost, count, 0.1) for lost in range(count) if kept(lost))
+    assert share <= 0.025
+    ends = count_ends([-1.0] + [0.0] * (count - 1), names(count))
+    exact = reference.binomtest(1, count).proportion_ci(method="exact")
+    assert ends[0] == pytest.approx(-exact.high)
 
 
 def test_the_noise_of_two_runs():

@@ -516,3 +516,24 @@ def test_compared_answers_with_calls_and_thoughts_are_what_a_server_gets(tmp_pat
         assert tokenizer.decode(found["rejected_ids"]).endswith(f"It rains.{other}")
     (shown, *_) = fitted.preview.values()
     assert "".join(text for text, _ in shown) == asked + good
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_no_token_holds_the_end_of_a_prompt_and_the_beginning_of_an_answer(tmp_path, stage):
+    """Qwen3.5 without thoughts: its byte-level BPE has a token of two line breaks, as Qwen's own."""
+    special = ("<|im_start|>", "<think>", "</think>", "<|im_end|>")
+    template = (SHIPPED / "qwen3_5_think.jinja").read_text()
+    tokenizer = byte_tokenizer(template, *special, merges=[("Ċ", "Ċ")])
+    pair = {"prompt": [ASK], "chosen": [TELL], "rejected": [{**TELL, "content": "No."}]}
+    row = ROW if stage == "sft" else pair
+    found = tokenized(settings(write_lines(tmp_path / "rows.jsonl", [row]), stage=stage), tokenizer)
+    prompt = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, return_dict=False)
+    sequence = found.dataset[0]
+    ids = sequence["input_ids"] if stage == "sft" else sequence["prompt_ids"] + sequence["chosen_ids"]
+    assert tokenizer.convert_ids_to_tokens(prompt)[-2:] == ["<think>", "Ċ"]
+    assert list(ids[: len(prompt)]) == prompt
+    assert tokenizer.convert_ids_to_tokens(ids[len(prompt) :])[:2] == ["Ċ", "</think>"]
+    if stage == "sft":
+        assert [label != -100 for label in sequence["labels"]].index(True) == len(prompt)
+    else:
+        assert list(sequence["prompt_ids"]) == prompt

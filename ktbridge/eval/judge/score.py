@@ -394,6 +394,10 @@ def check_trust(
     unread, failed = outcomes.get("parse-fail", 0), outcomes.get("judge-error", 0)
     waiting, outdated = outcomes.get("not-run", 0), card.get("outdated")
     fails = any(one["right"] < PASS * one["asked"] for one in _asked(anchors))
+    kinds: list[Kind] = ["good", "bad"]
+    mute = [
+        kind for kind in kinds if any(one.of == kind for one in plan.anchors) and not anchors[kind]["asked"]
+    ]
     flips = card["flip_rate"] or 0.0
     place, length = card["position_bias"] or _NO_PLACE, card["length_bias"] or _NO_LENGTH
     first = place["low"] > 0.5
@@ -419,8 +423,8 @@ def check_trust(
               "the bench has no anchors, so nothing shows what this judge is worth",
               "a few known-good and known-bad answers a slice"),
         # None left after parse failures or errors; unless all failed, no error reports that yet.
-        Doubt("KTB876", plan.anchors and not anchors["asked"],
-              "none of the anchors got a verdict", "verdicts on known answers",
+        Doubt("KTB876", mute,
+              f"none of the {' and '.join(mute)} anchors got a verdict", "verdicts on known answers",
               next_step="see why its replies can't be read or didn't come, above; else choose another"),
         Doubt("KTB876", fails,
               f"it fails on answers of known worth: {_on_known(anchors)}",

@@ -243,6 +243,7 @@ def _list_details(results: Results, main: Sequence[Contrast]) -> list[str]:
         and one["verdict"] not in ("within margin", *LOSSES)
     ]
     able = [(size, one) for one in could_drop if (size := one["detectable"]) is not None]
+    seen = [one for size, one in able if size <= SEEN and one["mean"] >= 0 and not lost]
     digits = judge.get("digits", {}) if judge else {}
     steps = itertools.pairwise(names) if len(names) == 3 else ()
     found_steps = (find_contrast(results, "persona", OVERALL, of, minus) for minus, of in steps)
@@ -262,8 +263,8 @@ def _list_details(results: Results, main: Sequence[Contrast]) -> list[str]:
     text = environment.get_template("details.txt.j2").render(
         steps=[one for one in found_steps if one],
         own=[one for one in _distinct(results, main) if one["role"] == "slice"],
-        seen=[] if lost else [one for size, one in able if size <= SEEN],
-        missed=[one for size, one in able if size > SEEN],
+        seen=seen,
+        missed=[one for size, one in able if size > SEEN or one["mean"] < 0],
         never=[one for one in could_drop if one["detectable"] is None],
         exploratory=list(_explore(results, names)),
         digits=[(arm, digits[arm]) for arm in names if arm in digits and digits[arm]["mean"] is not None],

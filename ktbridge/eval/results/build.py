@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, cast
@@ -294,6 +295,10 @@ def _not_asked(results: Results) -> Iterator[Problem]:
         why = results["refused"].get(name, "no answer of it is stored")
         found = f"left out of the comparison: {why}"
         yield problem("KTB823", f"arm {name}", found, "answers from every arm of the run")
+    for card in results["arms"]:
+        if changed := card.get("changed"):
+            expected = "one model for all of an arm's answers; these may be of two"
+            yield problem("KTB808", f"arm {card['name']}", changed, expected)
 
 
 def _not_marked(results: Results) -> Iterator[Problem]:
@@ -338,7 +343,7 @@ def _not_marked(results: Results) -> Iterator[Problem]:
         yield problem(
             "KTB820",
             f"arm {name}",
-            f"{asked - ok[name]} of {asked} answers cannot be scored: {rest}",
+            f"{asked - ok[name]} of {asked} answers cannot be scored: {rest}{_lacking_slices(results, name)}",
             "ok answers; items missing in one arm are left out for all",
             "; ".join(dict.fromkeys(steps[outcome] for outcome in bad)),
             severity="error" if few or failed[name] > (1 - _ENOUGH_OK) * asked else "warning",
@@ -347,10 +352,14 @@ def _not_marked(results: Results) -> Iterator[Problem]:
     # An item's mark is then the mean of fewer repeats than were asked.
     for name, counts in results["repeat"]["outcomes"].items() if results["repeat"] else ():
         lost, total = counts.get("http-error", 0), sum(counts.values())
-        if lost > failed[name]:
-            severity: Severity = "error" if lost > (1 - _ENOUGH_OK) * total else "warning"
-            found = f"{lost} of {total} answers failed: http-error"
+        bad = {outcome: count for outcome, count in counts.items() if outcome not in ("ok", NOT_RUN)}
+        short = sum(bad.values())
+        if lost > failed[name] or (short > (1 - _ENOUGH_OK) * total and short > asked - ok[name]):
+            few = 2 * short > total or lost > (1 - _ENOUGH_OK) * total
+            rest = ", ".join(f"{count} {outcome}" for outcome, count in bad.items())
+            found = f"{short} of {total} answers cannot be scored: {rest}"
             expected = "an answer to every repeat"
+            severity: Severity = "error" if few else "warning"
             yield problem("KTB820", f"arm {name}, repeats", found, expected, severity=severity)
 
     if ok and max(ok.values()) - min(ok.values()) > (1 - _ENOUGH_OK) * asked:
@@ -358,6 +367,26 @@ def _not_marked(results: Results) -> Iterator[Problem]:
         found = f"arms differ in how many of {asked} answers are ok: {spread}"
         expected = "about the same number; what is left may not be a fair sample"
         yield problem("KTB821", "missing answers", found, expected)
+
+    compared = {one["slice"] for one in results["contrasts"]}
+    sizes = Counter(row["slice"] for row in results["items"])
+    if compared and (missing := [name for name in sizes if name not in compared]):
+        titles = ", ".join(slice_title(results, name) for name in missing)
+        found = f"not compared, as no item has an ok answer from every arm: {titles}"
+        expected = "answers in every slice; nothing that follows is about these"
+        severity = "error" if max(sizes[name] for name in missing) >= _FEW_ANSWERS else "warning"
+        yield problem("KTB821", "slices without answers", found, expected, severity=severity)
+
+
+def _lacking_slices(results: Results, arm: str) -> str:
+    """Return "; of KRI-K (knowledge) 2 of 10 are ok, …": the slices of which fewer than half are."""
+    found = []
+    for name, count in Counter(row["slice"] for row in results["items"]).items():
+        own = (row["answers"][arm]["outcome"] for row in results["items"] if row["slice"] == name)
+        ok = sum(outcome == "ok" for outcome in own)
+        if 2 * ok < count < results["asked"]:
+            found.append(f"{slice_title(results, name)} {ok} of {count} are ok")
+    return "; of " + ", ".join(found) if found else ""
 
 
 def _not_credible(results: Results) -> Iterator[Problem]:

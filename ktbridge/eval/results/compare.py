@@ -36,24 +36,31 @@ Tables = dict[Axis, dict[str, dict[str, Numbers]]]
 
 
 def decide_verdict(
-    role: Role, axis: Axis, contrast: Numbers, p: float, p_adjusted: float, margin: float
+    role: Role,
+    axis: Axis,
+    contrast: Numbers,
+    p: float,
+    p_adjusted: float,
+    margin: float,
+    ends: tuple[float, float] = (0.0, 0.0),
 ) -> VerdictWord:
     """Return the verdict of a contrast: improved, dropped, may have …, within margin or inconclusive.
 
     A change needs an interval that excludes 0. It is improved or dropped if p is below 0.05 and
     ``p_adjusted`` agrees: of a slice at 0.10 (Benjamini-Hochberg), of a whole axis at 0.05. An
     exploratory contrast "may have" changed at most. "within margin" means: for task and judge not worse
-    by ``margin`` or more (non-inferior), for the persona neither worse nor better by that much. It also
-    needs enough clusters that a kind of loss which none of them showed could not exceed the margin
-    (36 for a margin of 0.1): a few items that happen to agree do not prove absence."""
+    by ``margin`` or more (non-inferior), for the persona neither worse nor better by that much. That must be
+    so of ``ends``, too, by how many clusters changed (``stats.count_ends``), and of a kind of loss which
+    none of them showed (36 clusters for a margin of 0.1): a few items that happen to agree do not prove
+    absence."""
     level = FALSE_DISCOVERIES if role == "slice" else ALPHA
     confirmed = role != "exploratory" and p < ALPHA and p_adjusted <= level
     if contrast["low"] > 0:
         return "improved" if confirmed else "may have improved"
     if contrast["high"] < 0:
         return "dropped" if confirmed else "may have dropped"
-    kept = contrast["low"] > -margin and stats.unseen_share(contrast["clusters"]) < margin
-    if kept and (axis != "persona" or contrast["high"] < margin):
+    kept = min(contrast["low"], ends[0]) > -margin and stats.unseen_share(contrast["clusters"]) < margin
+    if kept and (axis != "persona" or max(contrast["high"], ends[1]) < margin):
         return "within margin"
     return "inconclusive"
 
@@ -167,7 +174,8 @@ def _decide(pairs: Sequence[tuple[Contrast, Sequence[float], Sequence[str]]], ma
         one["p_adjusted"] = round(p, 6)
     for one, changes, clusters in pairs:
         role, axis = one["role"], one["axis"]
-        one["verdict"] = decide_verdict(role, axis, one, one["p"], one["p_adjusted"], margin)
+        ends = stats.count_ends(changes, clusters)
+        one["verdict"] = decide_verdict(role, axis, one, one["p"], one["p_adjusted"], margin, ends)
         one["headline"] = is_in_headline(role, one["verdict"])
         if one["verdict"] in CONFIRMED:
             continue
@@ -297,7 +305,9 @@ class Gate:
         bench, names = results["bench"], [card["name"] for card in results["arms"]]
         slices = {one["name"]: one["primary"] for one in bench["slices"]}
         last, first, failed = names[-1], names[0], []
-        for axis, name in self.list_targets(bench["name"], slices, results["axes"]):
+        # A judge that wasn't believed leaves no marks.
+        axes = dict.fromkeys([*results["axes"], *["judge"] * (results["judge"] is not None)])
+        for axis, name in self.list_targets(bench["name"], slices, list(axes)):
             one = find_contrast(results, axis, name, last, first)
             if one is None:
                 failed.append(f"{axis}:{name} was not compared")

@@ -71,6 +71,9 @@ class ArmCard(TypedDict):
     fingerprint: str
     partner: NotRequired[PartnerCard]
     refused: NotRequired[str]
+    changed: NotRequired[
+        Annotated[str, note("What shows that the model changed between two parts of the run.")]
+    ]
 
 
 class Tally(TypedDict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, repeat
+from itertools import groupby, pairwise, repeat
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -102,12 +102,37 @@ def label_answer_tokens(
 
 
 def text_to_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[RenderedText]) -> list[TokenSequence]:
-    """Tokenize rendered texts."""
+    """Tokenize rendered texts, each answer behind the tokens that a server has of its prompt.
+
+    A token that would hold the end of a prompt and the beginning of its answer is no model's to write:
+    Qwen3.5's prompt ends in <think> and a line break, and an answer without thoughts begins with another.
+    """
     encoded = encode_texts(tokenizer, [text.text for text in texts])
-    return [
-        TokenSequence(ids, label_answer_tokens(ids, offsets, text.answer_spans))
-        for text, ids, offsets in zip(texts, *encoded, strict=True)
-    ]
+    found = []
+    for text, ids, offsets in zip(texts, *encoded, strict=True):
+        begins = {start for start, _ in text.answer_spans}
+        within = {at for start, end in offsets for at in range(start + 1, end) if at in begins}
+        if within:
+            ids, offsets = _split_at(tokenizer, text.text, sorted(within), ids, offsets)
+        found.append(TokenSequence(ids, label_answer_tokens(ids, offsets, text.answer_spans)))
+    return found
+
+
+def _split_at(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    places: Sequence[int],
+    ids: list[int],
+    offsets: list[CharRange],
+) -> tuple[list[int], list[CharRange]]:
+    """Tokenize the parts of ``text`` between ``places`` apart; ``ids`` and ``offsets`` where that adds a space."""
+    pieces = list(pairwise([0, *places, len(text)]))
+    parts, ranges = encode_texts(tokenizer, [text[start:end] for start, end in pieces])
+    apart = [token for part in parts for token in part]
+    if tokenizer.decode(apart) != tokenizer.decode(ids):
+        return ids, offsets
+    found = zip(pieces, ranges, strict=True)
+    return apart, [(at + start, at + end) for (at, _), part in found for start, end in part]
 
 
 # A row's sequences, by stage
