@@ -54,6 +54,8 @@ def _before_forward(base: PreTrainedModel, _: object) -> None:
         _belong(base)
     if base.training and torch.is_grad_enabled():
         _refuse_untrained(base)
+    elif base.training:
+        _refuse_half_reference(base)
 
 
 def _layers(base: PreTrainedModel) -> tuple[MoELoRAExperts, ...]:
@@ -94,6 +96,22 @@ def _refuse_untrained(base: PreTrainedModel) -> None:
         "Before the optimizer is made, call ktbridge.sft.freeze_expert_lora(model, False) to train it, or "
         f"freeze_expert_lora(model) to leave it as it is on purpose. {ORDERS}",
     )
+
+
+def _refuse_half_reference(base: PreTrainedModel) -> None:
+    """Raise ``KtbridgeError`` where a training compares with another adapter, and experts are trained already.
+
+    trl's DPOTrainer copies a PeftModel's adapter that isn't new, for its reference, and takes its own layers.
+    """
+    for layer in _layers(base):
+        on = layer.lora_enabled and not layer.lora_frozen and not layer.disable_adapters
+        if on and not layer.on_in_peft and any(bool(b.any()) for b in [*layer.lora_parameters()][1::2]):
+            raise KtbridgeError(
+                f"a forward without gradients has the PEFT adapter {', '.join(layer.peft_active)!r} alone: "
+                f"the expert LoRA belongs to {layer.peft_adapter!r}, so a reference would be half an adapter.",
+                "Start from a trained adapter with `ktbridge train`, stage: dpo; or call "
+                "ktbridge.sft.freeze_expert_lora(model) where the other adapter has no expert LoRA.",
+            )
 
 
 # --- the optimizer ---------------------------------------------------------------------------------------

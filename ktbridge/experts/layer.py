@@ -51,19 +51,29 @@ class PeftLayer(BaseTunerLayer):
 
     _base: Callable[[], nn.Module | None] = staticmethod(lambda: None)
     _adapter: str = "default"
+    _owned: bool = False
+    """Whether PEFT had it."""
 
     def belong_to(self, base: nn.Module) -> None:
-        """Take ``base``, held weakly, as the transformers model that the layer is in and PEFT works on."""
+        """Take ``base``, held weakly, as the transformers model that the layer is in and PEFT works on.
+
+        Where the expert LoRA's adapter has been deleted, it is set to nothing: it isn't the next one's.
+        """
         if self._base() is not base:
             self._base = weakref.ref(base)
         adapters = self.peft_adapters
-        if len(adapters) == 1:
-            (self._adapter,) = adapters
+        if self._adapter not in adapters:
+            assert isinstance(self, nn.Module)
+            for name, parameter in self.named_parameters() if self._owned else ():
+                if name.endswith("_b"):
+                    parameter.data.zero_()
+            self._adapter = self.peft_adapter
+        self._owned = bool(adapters)
 
     def belongs_to(self, base: nn.Module) -> bool:
         """Return whether ``belong_to(base)`` would change nothing."""
         adapters = self.peft_adapters
-        return self._base() is base and (len(adapters) != 1 or adapters == [self._adapter])
+        return self._base() is base and self._owned == bool(adapters) and self._adapter == self.peft_adapter
 
     @property
     def peft_adapters(self) -> list[str]:

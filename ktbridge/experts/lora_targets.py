@@ -10,6 +10,7 @@ modules; PEFT adapts those by ``target_parameters``.
 from __future__ import annotations
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -215,13 +216,15 @@ class TunedModel(PeftModelForCausalLM):
     def _inject(self, adapter_name: str, lora: LoraConfig) -> None:
         names, found, targets = self._chosen
         inject_lora(self.get_base_model(), names, found, lora, adapter_name)
-        for field, value in targets.items():
+        own = {name: getattr(lora, name) for name in ("rank_pattern", "alpha_pattern")}
+        for field, value in {**own, **targets}.items():
             setattr(self.peft_config[adapter_name], field, value)
 
 
 def _without_targets(lora: LoraConfig) -> LoraConfig:
     plain = copy.deepcopy(lora)
     plain.target_modules, plain.target_parameters = DUMMY_TARGET_MODULES, None
+    plain.rank_pattern, plain.alpha_pattern = {}, {}
     return plain
 
 
@@ -239,12 +242,14 @@ def inject_lora(
     layers = model.get_submodule(found.decoder)
     start = len(found.decoder) + 1
     inner = {name: name[start:] for name in names}
-    linears = [inner[name] for name in found.linears if name in inner]
-    routers = [f"{inner[name]}.weight" for name in found.routers if name in inner]
-    for modules, parameters in ((linears, []), ([], routers)):
+    linears = {name: inner[name] for name in found.linears if name in inner}
+    routers = {f"{name}.weight": f"{inner[name]}.weight" for name in found.routers if name in inner}
+    for modules, parameters in ((linears, {}), ({}, routers)):
         if modules or parameters:
             part = copy.deepcopy(lora)
-            part.target_modules, part.target_parameters = modules, parameters
+            part.target_modules, part.target_parameters = [*modules.values()], [*parameters.values()]
+            part.rank_pattern = _inner_patterns(lora.rank_pattern, modules or parameters)
+            part.alpha_pattern = _inner_patterns(lora.alpha_pattern, modules or parameters)
             if parameters:
                 part.lora_dropout = 0.0  # PEFT has none where it adapts parameters
             inject_adapter_in_model(part, layers, adapter_name)
@@ -260,6 +265,17 @@ def inject_lora(
             f"PEFT put LoRA on other modules than it was asked to: {', '.join(wrong[:6])}.",
             "Install the version of peft that ktbridge asks for.",
         )
+
+
+def _inner_patterns(patterns: Mapping[str, Any] | None, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a pattern for each inner name, which PEFT sees: those given may be of whole ones."""
+    found = {}
+    for name, inner in names.items():
+        given = (patterns or {}).items()
+        values = (value for pattern, value in given if re.match(rf"(.*\.)?({pattern})$", name))
+        if (value := next(values, None)) is not None:
+            found[f"^{re.escape(inner)}"] = value
+    return found
 
 
 _DEVICES = ("cuda",)  # many CPUs multiply bfloat16 more slowly than float32

@@ -55,7 +55,7 @@ def nonexpert_tensors(
     """Return the LoRA that PEFT trained, under PEFT's own keys (``….lora_A.weight``), bf16."""
     tensors = {}
     for name, parameter in model.named_parameters():
-        if f".lora_A.{adapter_name}." in name or f".lora_B.{adapter_name}." in name:
+        if name.endswith((f".lora_A.{adapter_name}.weight", f".lora_B.{adapter_name}.weight")):
             # Where transformers' own add_adapter put it, there is no PeftModel around the model.
             key = PEFT_PREFIX + name.replace(f".{adapter_name}.", ".").removeprefix(PEFT_PREFIX)
             value = parameter if values is None else values[name]
@@ -229,10 +229,10 @@ def _peft_config(model: nn.Module, first: MoELoRAExperts) -> dict[str, Any]:
 
 
 def _adapted(model: nn.Module) -> Iterator[str]:
-    """Names of the modules that have PEFT's LoRA, and of the parameters that it is on."""
+    """Yield names in the base of the modules that have PEFT's LoRA, and of the parameters that it is on."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
-            name = name.replace(".base_layer", "")
+            name = name.removeprefix(PEFT_PREFIX).replace(".base_layer", "")
             yield name
             # peft's ParamWrapper names its own; a linear module may be asked for by its parameter as well.
             yield f"{name}.{getattr(module, 'parameter_name', 'weight')}"
@@ -242,6 +242,6 @@ def find_unsaved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Paramete
     """Yield parameters that are trained and are in no file of a raw adapter."""
     experts = {id(parameter) for layer in find_layers(model) for parameter in layer.parameters()}
     for name, parameter in model.named_parameters():
-        lora = ".lora_A." in name or ".lora_B." in name
+        lora = (".lora_A." in name or ".lora_B." in name) and not name.endswith(".bias")
         if parameter.requires_grad and id(parameter) not in experts and not lora:
             yield name, parameter

@@ -18,6 +18,7 @@ from transformers import TrainingArguments as Args
 
 from ktbridge.adapter.outputs import LOG_FILE, PLOT_FILE, REFUSED_FILE, why_not_writable
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.guard import has_peft
 from ktbridge.experts.layer import find_layers
 from ktbridge.experts.save_adapter import find_unsaved_parameters, required_base_model, save_raw_adapter
 from ktbridge.sft.config import TrainConfig
@@ -169,6 +170,12 @@ class RawAdapterCallback(TrainerCallback):
                 + (f" and {len(others) - 1} more." if len(others) > 1 else "."),
                 "Freeze them with requires_grad_(False), or train without RawAdapterCallback and save "
                 "model.state_dict().",
+            )
+        if args.load_best_model_at_end and not has_peft(model):
+            raise KtbridgeError(
+                "load_best_model_at_end needs a PeftModel: Trainer finds no model in the checkpoints of a "
+                "wrapped model without PEFT.",
+                "Leave it out: each checkpoint has a raw adapter. Or train attention, too, with PEFT.",
             )
         reason = why_not_writable(self._at_end(args), self.overwrite)
         if reason:

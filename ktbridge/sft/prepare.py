@@ -141,7 +141,7 @@ def prepare(
     if isinstance(rows, TokenizedRun):
         fingerprints = rows.fingerprint, rows.held_fingerprint
     else:
-        fingerprints = fingerprint_datasets(rows)
+        fingerprints = fingerprint_datasets(rows, config)
     own = fingerprint_run(config, base, *fingerprints, images=vision is not None)
     resumption = find_checkpoint(config, own)
     found = rows

@@ -37,6 +37,10 @@ HELD_OUT = "held-out rows"
 """The key in it of the rows that evaluations are of, and of what is the best of them."""
 LABELS = "loss of labeled positions"
 """The key in it of runs whose loss projects no others on a CPU, which changes last bits; since 0.7.0."""
+WEIGHTS = "base model's weights"
+"""The key in it of samples of the base's files, and of other experts'; since 0.7.0, too."""
+_SAMPLES = 16, 4096
+"""Samples of a file and bytes of each: all of the files are too much to read."""
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _PROCESSES = "processes"
 """The key in it of the number of processes; a run of one has none."""
@@ -152,6 +156,9 @@ def fingerprint_run(
     before = next_record(config)
     if not before or LABELS in before:
         settings[LABELS] = True
+    if not before or WEIGHTS in before:
+        # Of a model that is not here yet, which is only planned with, those of the checkpoint.
+        settings[WEIGHTS] = _sample_weights(config, base) or before.get(WEIGHTS, "")
     if images:
         settings["image processor"] = _hashes(base, IMAGE_FILES)
     if held_digest and config.evaluates:
@@ -419,8 +426,16 @@ def _defaults(cls: type, keys: Mapping[str, object]) -> Values:
 
 
 def _hashes(directory: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """Return SHA-256 of those of the files that are there; weights of the base are too many to read."""
+    """Return SHA-256 of those of the files that are there."""
     return {name: digests.of_file(directory / name) for name in names if (directory / name).is_file()}
+
+
+def _sample_weights(config: TrainConfig, base: Path) -> str:
+    """Return a digest of samples of the weights' files, those of other experts behind the base's; or ""."""
+    places = [base, *map(Path, filter(None, [config.kt_config.kt_weight_path]))]
+    files = [path for place in places for path in sorted(place.glob("*.safetensors"))]
+    found = [f"{path.name} {digests.of_samples(path, *_SAMPLES)}" for path in files]
+    return digests.of_text("\n".join(found)) if found else ""
 
 
 def _replaced(config: TrainConfig) -> Path:

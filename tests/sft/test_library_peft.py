@@ -501,3 +501,75 @@ def test_half_an_adapter_is_loaded_as_it_is_and_what_does_not_fit_is_refused(tmp
         with pytest.raises(ProblemsError) as caught:
             load_raw_adapter(tiny_model(**other), tmp_path / half)
         assert codes(caught) == {"KTL002"}
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "layers.1.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "^model.layers.1.self_attn.q_proj",
+        "q_proj",
+    ],
+)
+@pytest.mark.parametrize("field", ["alpha_pattern", "rank_pattern"])
+def test_patterns_that_name_a_layer_are_saved_and_loaded(tmp_path: Path, pattern: str, field: str) -> None:
+    """PEFT matches them with names in the base model, whatever LoRA is put into here."""
+    value = 256 if field == "alpha_pattern" else 4
+    model = train(peft_last(**{field: {pattern: value}}))
+    save_raw_adapter(model, tmp_path / "raw", "base")
+    again = load_raw_adapter(tiny_model(), tmp_path / "raw")
+
+    def numbers(of: Any, name: str) -> Any:
+        layer = of.get_submodule(f"base_model.model.model.layers.1.self_attn.{name}")
+        return layer.r, layer.lora_alpha
+
+    for name in ("q_proj", "v_proj"):
+        assert numbers(again, name) == numbers(model, name)
+    assert numbers(again, "q_proj") != numbers(again, "v_proj")
+    # By rounding to bfloat16; with the scale of all others it is 0.4.
+    assert float((logits(again) - logits(model)).abs().max()) < 0.12
+
+
+def test_a_deleted_adapter_leaves_no_expert_lora_to_the_next() -> None:
+    model = train(peft_last())
+    model.add_adapter("b", lora())
+    model.set_adapter("b")
+    before = logits(model)
+    model.delete_adapter("default")
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dpo_reference_of_half_an_adapter_is_refused(tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"prompt": "hello", "chosen": " a cat", "rejected": " who"}] * 4)
+    options = DPOConfig(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+    )
+    trainer = DPOTrainer(
+        train(peft_last()), args=options, train_dataset=rows, processing_class=tiny_tokenizer()
+    )
+    with pytest.raises(KtbridgeError, match="a reference would be half an adapter"):
+        trainer.train()
+
+
+@pytest.mark.filterwarnings("ignore:.*lora_bias=True.*")
+def test_what_could_not_be_saved_or_loaded_at_the_end_is_refused_at_the_start(tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in IDS.tolist()])
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    for model, options, found in (
+        (peft_last(lora_bias=True), {}, "parameters that no raw adapter holds: .*lora_B.default.bias"),
+        (wrap_experts(tiny_model()), best, "load_best_model_at_end needs a PeftModel"),
+    ):
+        arguments = TrainingArguments(
+            str(tmp_path / "out"), report_to=[], use_cpu=True, max_steps=1, **options
+        )
+        callback = RawAdapterCallback(base_model="base")
+        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
+        with pytest.raises(KtbridgeError, match=found):
+            trainer.train()

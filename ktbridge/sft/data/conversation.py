@@ -31,6 +31,7 @@ from ktbridge.sft.data.messages import (
     make_message,
     read_messages,
     read_tools,
+    split_thoughts,
 )
 
 COLUMNS = {
@@ -182,7 +183,10 @@ def _read_judged(fields: _Fields, notes: RowNotes) -> TrainingRow:
 def _read_text_row(fields: _Fields, notes: RowNotes) -> TrainingRow:
     """Read raw text: the column ``text``, or the one that an entry of dataset_info.json names ``prompt``."""
     fields.refuse_images("stage pt trains on text")
-    text = fields.take("prompt") if fields.layout.formatting else fields.take_key("text")
+    if fields.layout.formatting == "alpaca":
+        text: object = _read_question(fields) or None
+    else:
+        text = fields.take("prompt") if fields.layout.formatting else fields.take_key("text")
     if text is None:
         raise ValueError("no text: stage pt trains on a field text, or the column that prompt names")
     return TrainingRow([make_message("text", text)])
@@ -223,19 +227,27 @@ def _read_pair(fields: _Fields, notes: RowNotes) -> TrainingRow:
 
 
 def fill_identity(messages: list[Message], names: Mapping[str, str | None]) -> None:
-    """Fill in {{name}} and {{author}}; text with code is left as it is.
+    """Fill in {{name}} and {{author}}; words or thoughts with code are left as they are.
 
     Raises ValueError for a placeholder without a value.
     """
-    for each in messages:
-        text = each["content"]
+
+    def fill(text: str, inner: str) -> str:
         for key, value in names.items():
             place = "{{" + key + "}}"
-            if place not in text or "`" in text or "<" in text:
+            if place not in text or "`" in inner or "<" in inner:
                 continue
             if value is None:
                 raise ValueError(f"{place} in a text: identity_{key} in the configuration fills it in")
-            each["content"] = each["content"].replace(place, value)
+            text = text.replace(place, value)
+        return text
+
+    for each in messages:
+        thoughts, words = split_thoughts(each)
+        block = each["content"].removesuffix(words)
+        each["content"] = fill(block, thoughts or "") + fill(words, words)
+        if "reasoning_content" in each:
+            each["reasoning_content"] = fill(each["reasoning_content"], each["reasoning_content"])
 
 
 class _Fields:
@@ -348,10 +360,7 @@ class _Fields:
 
 def _read_alpaca_prompt(fields: _Fields) -> list[Message]:
     """Read LLaMA-Factory's prompt: system, then history's pairs, then instruction and input on two lines."""
-    question, more = fields.take("prompt") or "", fields.take("query") or ""
-    history = fields.take("history") or []
-    if not isinstance(question, str) or not isinstance(more, str):
-        raise ValueError("instruction or input that is not text")
+    question, history = _read_question(fields), fields.take("history") or []
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 for pair in history
     ):
@@ -359,8 +368,15 @@ def _read_alpaca_prompt(fields: _Fields) -> list[Message]:
     messages = []
     for earlier, answer in history:
         messages += [make_message("user", earlier), make_message("assistant", answer)]
-    messages.append(make_message("user", "\n".join(filter(None, (question, more)))))
+    messages.append(make_message("user", question))
     return _add_system(fields, messages)
+
+
+def _read_question(fields: _Fields) -> str:
+    question, more = fields.take("prompt") or "", fields.take("query") or ""
+    if not isinstance(question, str) or not isinstance(more, str):
+        raise ValueError("instruction or input that is not text")
+    return "\n".join(filter(None, (question, more)))
 
 
 def _add_system(fields: _Fields, messages: list[Message]) -> list[Message]:

@@ -232,10 +232,11 @@ class DatasetNotes:
             yield problem("KTD002", f"dataset {self._name!r}", found, "", step, "warning")
 
 
-def fingerprint_rows(rows: Rows) -> str:
+def fingerprint_rows(rows: Rows, mixed: bool = False) -> str:
     """Return a SHA-256 of the rows as they are read, of images in files names and sizes.
 
-    Checkpoints of 0.6.0 hold it, when conversations and pairs were of two types.
+    ``mixed``: the dataset that each is of counts, too, as shares of a mixture depend on it. Checkpoints of
+    0.6.0 hold it, when conversations and pairs were of two types.
     """
     talks = [row for row in rows.rows if not row.rejected]
     pairs = [row.as_record() for row in rows.rows if row.rejected]
@@ -244,6 +245,7 @@ def fingerprint_rows(rows: Rows) -> str:
     used += "".join(str(row.good) for row in talks if row.good is not None)
     images = [[image.fingerprint for image in row.images] for row in talks]
     used += json.dumps(images) if any(images) else ""
+    used += json.dumps([row.dataset for row in rows.rows]) if mixed else ""
     return digests.of_text(used)
 
 

@@ -34,6 +34,7 @@ from ktbridge.sft.data.dataset import (
 from ktbridge.sft.data.images import Vision
 from ktbridge.sft.data.records import RowSource, explain_wrong_names, find_sources
 from ktbridge.sft.data.rows import (
+    CONCAT,
     MAX_SHARE,
     DatasetNotes,
     RefusedRow,
@@ -111,8 +112,6 @@ class RowStream:
             buffer: list[SourceRow] = []
             empty = True
             for each in self._read_epoch(draw):
-                if each[1].where in self._held_places:
-                    continue
                 empty = False
                 if len(buffer) < self.config.buffer_size:
                     buffer.append(each)
@@ -151,8 +150,9 @@ class RowStream:
                 open_[place] = self._read_source(self._sources[place])
 
     def _read_source(self, source: RowSource) -> Iterator[SourceRow]:
+        """Yield the rows of a source that aren't held out: those take no turn of a mixture."""
         records = islice(source.records(self.config.seed), self.config.max_samples)
-        return ((source, record) for record in records)
+        return ((source, record) for record in records if record.where not in self._held_places)
 
     def _read_rows(self, drawn: Iterator[SourceRow]) -> Rows:
         rows = Rows(datasets=[source.name for source in self._sources])
@@ -166,12 +166,21 @@ class RowStream:
         """Take ``count`` usable rows out of the first epoch; they are never trained on."""
         held = Rows("val_size", datasets=[source.name for source in self._sources])
         for source, record in islice(self._draw_rows(), max(100 * count, 10 * ROWS_AT_ONCE)):
+            if record.where in self._held_places:  # a mixture repeats rows
+                continue
             if add_record(record, source, self.config, held, DatasetNotes(source)):
                 self._held_places.add(record.where)
             if len(held.rows) == count:
                 break
         if len(held.rows) < count or len(self._held_places) < count:
             raise _no_held_out(f"{count} of which {len(held.rows)} were found")
+        empty = [
+            problem("KTD040", source.name, "no row that can be used beside the held-out ones")
+            for source in self._sources
+            if self.config.mix_strategy != "concat" and next(self._read_source(source), None) is None
+        ]
+        if empty:
+            raise ProblemsError("the datasets can't be mixed; nothing was started.", empty)
         held.refused, held.total = [], count  # the stream itself counts the refused rows
         self.held_out = held
 
@@ -351,7 +360,10 @@ def tokenize_run(
     return own, tokenize_rows(rows.held_out, tokenizer, alone, on_rows, vision)
 
 
-def fingerprint_datasets(rows: Rows | RowStream) -> tuple[str, str | None]:
+def fingerprint_datasets(rows: Rows | RowStream, config: TrainConfig) -> tuple[str, str | None]:
     """Return fingerprints of the rows that are trained on, and of the held-out ones."""
-    own = rows.fingerprint() if isinstance(rows, RowStream) else fingerprint_rows(rows)
+    if isinstance(rows, RowStream):
+        own = rows.fingerprint()
+    else:
+        own = fingerprint_rows(rows, mixed=config.mix_strategy not in CONCAT)
     return own, fingerprint_rows(rows.held_out) if rows.held_out else None

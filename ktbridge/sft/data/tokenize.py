@@ -125,7 +125,7 @@ def _split_at(
     ids: list[int],
     offsets: list[CharRange],
 ) -> tuple[list[int], list[CharRange]]:
-    """Tokenize the parts of ``text`` between ``places`` apart; ``ids`` and ``offsets`` where that adds a space."""
+    """Tokenize the parts of ``text`` between ``places``; where that adds a space, ``ids`` and ``offsets``."""
     pieces = list(pairwise([0, *places, len(text)]))
     parts, ranges = encode_texts(tokenizer, [text[start:end] for start, end in pieces])
     apart = [token for part in parts for token in part]
