@@ -6,13 +6,14 @@ It has what is in the files beside the adapter and in an evaluation's results.js
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.lora_config import half_numbers, numbers_of
+from ktbridge.adapter.manifest import MANIFEST_FILE, TRAINING
 from ktbridge.adapter.outputs import DATA_FILE, LOG_FILE, PLOT_FILE
 from ktbridge.errors import KtbridgeError
 from ktbridge.files.sizes import size_text
@@ -116,17 +117,18 @@ def _numbers(adapter: Adapter, half: str) -> str:
 
 def _training(directory: Path) -> Iterator[str]:
     """Rows and losses, as far as the files of training are there."""
-    data, log = directory / DATA_FILE, directory / LOG_FILE
+    data, (records, best) = directory / DATA_FILE, read_training_log(directory)
     if data.is_file():
         yield "## Data"
-        yield _rows(read_json_file(data))
-    records = _log(log)
+        yield _rows(read_json_file(data), records)
     losses = [row for row in records if "loss" in row]
     held = [row for row in records if "eval_loss" in row]
     if losses:
         rows = [("training", losses[0], losses[-1], "loss")]
         rows += [("held-out rows", held[0], held[-1], "eval_loss")] if held else []
         yield "## Loss"
+        if best:
+            yield f"The adapter is that of {best}, the best by its held-out rows; the table ends there."
         yield _table(
             ("rows", "first", "last", "steps"),
             [
@@ -138,9 +140,13 @@ def _training(directory: Path) -> Iterator[str]:
             yield f"![Loss over steps]({PLOT_FILE})"
 
 
-def _rows(data: Mapping[str, Any]) -> str:
+def _rows(data: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
     names = ", ".join(f"`{name}`" for name in data["datasets"])
-    text = f"{data['used']:,} of {data['rows']:,} rows of {names} were trained on (`stage: {data['stage']}`)."
+    text = (
+        f"{data['used']:,} of {data['rows']:,} rows of {names} can be trained on (`stage: {data['stage']}`)"
+    )
+    epochs = next((row["epoch"] for row in reversed(records) if "epoch" in row), None)
+    text += f"; {epochs:.3g} epochs were." if epochs is not None else "."
     if data["cut"]:
         text += f" {data['cut']:,} of them lost their end beyond {data['cutoff_len']:,} tokens."
     if data["refused"]:
@@ -148,11 +154,24 @@ def _rows(data: Mapping[str, Any]) -> str:
     return text
 
 
-def _log(path: Path) -> list[dict[str, float]]:
+def read_training_log(directory: Path) -> tuple[list[dict[str, float]], str]:
+    """Return a training's records up to the step whose adapter is there, and "step 3 of 30" if it went on.
+
+    No records where they can't be read.
+    """
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = (directory / LOG_FILE).read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
     except (OSError, ValueError):
-        return []
+        return [], ""
+    try:
+        told = read_json_file(directory / MANIFEST_FILE).get(TRAINING) or {}
+    except KtbridgeError:
+        told = {}
+    step, last = told.get("step"), told.get("last_step")
+    if step is None or last is None or step >= last:
+        return records, ""
+    return [row for row in records if row.get("step", 0) <= step], f"step {step} of {last}"
 
 
 def _evaluated(bench: Mapping[str, Any]) -> Iterator[str]:

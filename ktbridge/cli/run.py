@@ -32,8 +32,7 @@ from ktbridge.recipe.read import COMMANDS
 from ktbridge.serve.request import choose_engine
 from ktbridge.sft.config import KtConfig, TrainConfig, load_config
 from ktbridge.sft.config.fields import options
-
-PATHS = ("model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "output_dir")
+from ktbridge.sft.config.load import typed_value
 
 
 @click.command(cls=Command)
@@ -196,9 +195,8 @@ def command_options() -> Options:
 def _absolute(override: str) -> str:
     """A path typed relative to the working directory; the commands run in the recipe's."""
     key, sign, value = override.partition("=")
-    path = Path(value).expanduser()
-    known = key in PATHS and value and (key == "output_dir" or path.exists())
-    return f"{key}{sign}{path.absolute()}" if known else override
+    made = typed_value(key.rpartition(".")[2], value)
+    return f"{key}{sign}{','.join(map(str, made)) if isinstance(made, list) else made}"
 
 
 def _show(runner: Runner, plan: Sequence[Step], as_json: bool, wrong: ProblemsError | None) -> None:

@@ -99,7 +99,7 @@ def _refuse_untrained(base: PreTrainedModel) -> None:
 
 
 def _refuse_half_reference(base: PreTrainedModel) -> None:
-    """Raise ``KtbridgeError`` where a training compares with another adapter, and experts are trained already.
+    """Raise ``KtbridgeError`` where a training compares with another adapter and experts are trained.
 
     trl's DPOTrainer copies a PeftModel's adapter that isn't new, for its reference, and takes its own layers.
     """
@@ -108,7 +108,7 @@ def _refuse_half_reference(base: PreTrainedModel) -> None:
         if on and not layer.on_in_peft and any(bool(b.any()) for b in [*layer.lora_parameters()][1::2]):
             raise KtbridgeError(
                 f"a forward without gradients has the PEFT adapter {', '.join(layer.peft_active)!r} alone: "
-                f"the expert LoRA belongs to {layer.peft_adapter!r}, so a reference would be half an adapter.",
+                f"the expert LoRA is {layer.peft_adapter!r}'s, so a reference would be half an adapter.",
                 "Start from a trained adapter with `ktbridge train`, stage: dpo; or call "
                 "ktbridge.sft.freeze_expert_lora(model) where the other adapter has no expert LoRA.",
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ktbridge import __version__
+from ktbridge.adapter.card import read_training_log
 from ktbridge.document import Block, Sentences, Table, TableRow, to_markdown
 from ktbridge.files.publish import write_text
 from ktbridge.files.sizes import size_text
@@ -63,10 +64,8 @@ def compare(directory: Path, cells: Sequence[Cell], plan: Sequence[Step]) -> Com
 
 
 def _trained(adapter: Path, cell: Cell) -> dict[str, Any]:
-    """A run's values, losses and size in bytes, from its directory."""
-    log: list[Mapping[str, Any]] = []
-    if (path := adapter / "trainer_log.jsonl").is_file():
-        log = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """A run's values, losses up to the step of its adapter, and size in bytes, from its directory."""
+    log, _ = read_training_log(adapter)
     size = sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
 
     def last(key: str) -> float | None:

@@ -7,6 +7,7 @@ wrote is still there as it left it.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -25,7 +26,9 @@ _ANSWERS = "answers.jsonl"
 """The file that `ktbridge eval` only appends to: a later arm of the same evaluation leaves it whole."""
 _WHOLE = 1 << 20
 """Files up to this size are hashed completely; larger ones by size, head and tail."""
-_PATHS = ("model_name_or_path", "adapter_name_or_path", "kt_weight_path")
+_PATHS = (
+    "model_name_or_path", "adapter_name_or_path", "media_dir", "kt_weight_path", "kt_expert_checkpoint_path",
+)  # fmt: skip
 _INFO = "dataset_info.json"
 
 
@@ -86,7 +89,7 @@ def is_unchanged(recorded: str, now: str, evaluation: bool) -> bool:
     """Return whether what a step wrote is there as it left it; an evaluation may have grown since."""
     if evaluation:
         return bool(now and recorded) and int(now) >= int(recorded)
-    return now == recorded
+    return bool(now) and now == recorded
 
 
 def digest_step(step: Step, recipe: Recipe) -> str:
@@ -101,11 +104,14 @@ def find_inputs(step: Step, recipe: Recipe) -> list[Path]:
     that its configuration does. What isn't there is left out."""
     made = {*step.writes, step.log}
     names = [name for word in step.words for name in (word, word.rpartition("=")[2])]
-    paths = [recipe.directory / name for name in names if name and name not in made]
+    paths = [recipe.directory / os.path.expanduser(name) for name in names if name and name not in made]
     found = [path for path in paths if path.exists()]
     if step.command == "train":
-        settings = dict(word.split("=", 1) for word in step.words if "=" in word)
-        found += _find_training_inputs(recipe, {**recipe.training, **settings})
+        block = recipe.training.get("kt_config")
+        given = (word.partition("=") for word in step.words if "=" in word)
+        settings = {key.rpartition(".")[2]: value for key, _, value in given}
+        inside = block if isinstance(block, dict) else {}
+        found += _find_training_inputs(recipe, {**inside, **recipe.training, **settings})
     return [*dict.fromkeys(found)]
 
 
@@ -114,8 +120,8 @@ def _find_training_inputs(recipe: Recipe, training: dict[str, object]) -> Iterat
     roots = [(recipe.directory / recipe.config).parent, recipe.directory]
 
     def find(name: object, *folders: Path) -> list[Path]:
-        paths = [root / name for root in (*roots, *folders)] if isinstance(name, str) else []
-        return [path for path in paths if path.exists()]
+        path = os.path.expanduser(name) if isinstance(name, str) else ""
+        return [root / path for root in (*roots, *folders) if path and (root / path).exists()]
 
     for key in _PATHS:
         yield from find(training.get(key))

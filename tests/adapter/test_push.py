@@ -37,7 +37,11 @@ def hub(tmp_path, monkeypatch):
 def trained(tmp_path):
     """A raw adapter with what training leaves beside it."""
     raw = write_raw(tmp_path / "neko", base_model=BASE)
-    records = [{"step": 1, "loss": 2.5}, {"step": 5, "eval_loss": 0.75}, {"step": 9, "loss": 0.5}]
+    records = [
+        {"step": 1, "loss": 2.5},
+        {"step": 5, "eval_loss": 0.75},
+        {"step": 9, "loss": 0.5, "epoch": 0.25},
+    ]
     (raw / "trainer_log.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     (raw / "training_data.json").write_text(json.dumps(TRAINING))
     (raw / "training_loss.png").write_bytes(b"picture")
@@ -69,7 +73,7 @@ def test_an_adapter_goes_to_the_hub_whole_with_its_card_and_without_rows(hub, tr
     for words in (
         "# neko", f"`{BASE}`", "rank 4, alpha 8, on down_proj, gate_proj, up_proj of 3 experts in 2 layers",
         "rank 4, alpha 8, on k_proj, o_proj, q_proj, v_proj", "raw, ",
-        "980 of 1,000 rows of `org/rows`, `mine.jsonl` were trained on (`stage: sft`)",
+        "980 of 1,000 rows of `org/rows`, `mine.jsonl` can be trained on (`stage: sft`); 0.25 epochs were.",
         "20 were refused: 15 with tools, 5 an empty message", "| training | 2.5000 | 0.5000 | 9 |",
         "| held-out rows | 0.7500 | 0.7500 | 5 |", "training_loss.png",
         f"ktbridge serve --base-model {BASE} --adapter neko=neko",
@@ -89,6 +93,18 @@ def test_an_adapter_goes_to_the_hub_whole_with_its_card_and_without_rows(hub, tr
     assert done.exit_code == 1
     assert "everybody can see it" in done.stderr
     assert not hub.repos["model", "me/public"].files
+
+
+def test_the_card_of_a_best_step_has_the_losses_of_that_step(hub, trained):
+    path = trained / "kt_adapter_manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"training": {"step": 5, "last_step": 9, "eval_loss": 0.75}}))
+    done = push(trained, "me/neko")
+    assert done.exit_code == 0, done.output
+    _, body = card_of(hub.repos["model", "me/neko"].files["README.md"].decode())
+    assert "The adapter is that of step 5 of 9" in body
+    assert "| training | 2.5000 | 2.5000 | 1 |" in body
+    assert "| held-out rows | 0.7500 | 0.7500 | 5 |" in body
 
 
 def test_a_base_that_is_a_path_here_gets_its_name_or_nothing_is_uploaded(hub, tmp_path):

@@ -29,6 +29,7 @@ from ktbridge.recipe import (
     read_recipe,
     recipe_runner,
 )
+from ktbridge.recipe.state import digest_step, is_unchanged
 
 QUESTIONS = [{"prompt": f"What is {n} times {7 * n}?", "reference": "I don't know."} for n in range(24)]
 ROWS = [{"messages": [{"role": "user", "content": one["prompt"]},
@@ -95,6 +96,43 @@ def shown(directory, engine="local"):
 
 
 ALL = ("train", "convert", "validate", "verify", "eval")
+
+
+def test_changed_inputs_are_found_wherever_a_configuration_names_them(place, tmp_path_factory, monkeypatch):
+    """In the home directory, in the kt_config block, and as overrides typed beside the working directory."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    rows, weights = home / "rows.jsonl", home / "weights"
+    rows.write_bytes((place / "rows.jsonl").read_bytes())
+    weights.mkdir()
+    (weights / "model.safetensors").write_bytes(b"1")
+    block = {"kt_weight_path": "~/weights"}
+    train = {**TRAIN, "dataset": "~/rows.jsonl", "output_dir": "~/out", "kt_config": block}
+    (place / "train.yaml").write_text(yaml.safe_dump(train))
+
+    def digest():
+        recipe = read(place)
+        step = plan_recipe(recipe, "local")[0]
+        assert step.command == "train"
+        assert str(home / "out") in step.writes
+        return digest_step(step, recipe)
+
+    before = digest()
+    assert digest() == before
+    rows.write_text(rows.read_text().replace("cat", "dog"))
+    changed = digest()
+    (weights / "model.safetensors").write_bytes(b"2")
+    assert len({before, changed, digest()}) == 3
+    assert not is_unchanged("", "", evaluation=False)  # an output that isn't there
+
+    here = tmp_path_factory.mktemp("here")
+    monkeypatch.chdir(here)
+    for name in ("rows.jsonl", "more.jsonl"):
+        (here / name).write_bytes((place / "rows.jsonl").read_bytes())
+    words = ["dataset=rows.jsonl,more.jsonl", "eval_dataset=more.jsonl"]
+    done = CliRunner().invoke(main, ["run", str(place), *words, "kt_config=null", "--dry-run"])
+    assert f"dataset={here}/rows.jsonl,{here}/more.jsonl" in done.stdout.replace("\n", "")
+    assert f"eval_dataset={here}/more.jsonl" in done.stdout.replace("\n", "")
 
 
 @pytest.mark.slow

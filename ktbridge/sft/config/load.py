@@ -183,26 +183,26 @@ def _override(values: dict[object, Any], text: str) -> None:
         if not isinstance(nested, dict):
             raise UsageError(f"{text!r}: {block} is not a block of keys.")
         values.pop(inner, None)  # where the file has it by its short name
-        nested[inner] = _typed(inner, parsed)
+        nested[inner] = typed_value(inner, parsed)
         return
     for nested in values.values():  # where the file has it in the block
         if isinstance(nested, dict):
             nested.pop(key, None)
-    values[key] = _typed(key, parsed)
+    values[key] = typed_value(key, parsed)
 
 
-def _typed(key: str, value: object) -> object:
+def typed_value(key: str, value: object) -> object:
     """``value`` as it was typed for ``key`` on a command line, its paths made absolute.
 
     A path is relative to the working directory. An input that isn't there is left as it is: it may be a name,
     or be found beside the file.
     """
     if isinstance(value, list):
-        return [_typed(key, part) for part in value]
+        return [typed_value(key, part) for part in value]
     if not isinstance(value, str) or not value.strip() or key not in (*_OUTPUTS, *_INPUTS):
         return value
     if key in _ROWS and "," in value:
-        return [_typed(key, part.strip()) for part in value.split(",")]
+        return [typed_value(key, part.strip()) for part in value.split(",")]
     here = Path.cwd() / Path(os.path.expanduser(value.strip()))
     return str(here) if key in _OUTPUTS or value.startswith(".") or os.path.exists(here) else value
 
