@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ktbridge.adapter.lora_config import CONFIG_FILE
 from ktbridge.cli._app import Command, run_arguments, terminable, told_format
 from ktbridge.cli._hub import ensure_model, ensure_rows
 from ktbridge.cli._train_plan import show_refused
@@ -54,12 +56,17 @@ def command(
     ktbridge predict run.yaml eval_dataset=held-out.jsonl max_samples=20 --dry-run
     """
     more = ["do_predict=true", *(["strict_data=true"] if strict_data else [])]
-    parsed = load_config(config, (*overrides, *told_format(from_format), *more))
-    file = read_yaml(Path(config))
+    given = (*overrides, *told_format(from_format), *more)
+    parsed, file = load_config(config, given), read_yaml(Path(config))
     # A file for prediction means the adapter that it names, a training file the one that it began with.
     own = file.get("do_predict") and not file.get("do_train") and file.get("adapter_name_or_path")
-    named = own or any(each.partition("=")[0].strip() == "adapter_name_or_path" for each in overrides)
-    run(parsed, dry_run=dry_run, as_json=as_json, named=bool(named))
+    changed = {each.partition("=")[0].strip() for each in overrides}
+    named = bool(own) or "adapter_name_or_path" in changed
+    if "output_dir" in changed and not named and isinstance(file.get("output_dir"), str):
+        trained = Path(config).absolute().parent / os.path.expanduser(file["output_dir"])
+        if named := (trained / CONFIG_FILE).is_file():  # what it has trained answers, wherever the answers go
+            parsed = load_config(config, (*given, f"adapter_name_or_path={trained}"))
+    run(parsed, dry_run=dry_run, as_json=as_json, named=named)
 
 
 def run(parsed: TrainConfig, *, dry_run: bool, as_json: bool, named: bool = False) -> None:

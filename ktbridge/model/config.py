@@ -172,6 +172,12 @@ def check_served(config: ModelConfig) -> None:
                 f"{' or '.join(names)}.",
                 "Download config.json of the model again; a renamed field would be read as a default.",
             )
+    if config.experts_per_token > config.num_experts:
+        raise KtbridgeError(
+            f"{config.path / 'config.json'} has {config.experts_per_token} experts a token of "
+            f"{config.num_experts} in all.",
+            "Download config.json of the model again.",
+        )
 
 
 def _num_layers(file: Path, text: dict[str, object]) -> int:

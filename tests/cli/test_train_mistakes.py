@@ -28,13 +28,14 @@ def bases(tmp_path_factory):
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
     }  # fmt: skip
     Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(place / "dense")
-    for name in ("strange", "packed", "mute"):
+    for name in ("strange", "packed", "mute", "odd"):
         shutil.copytree(place / "good", place / name)
     for path in place.iterdir():
         if path.name != "mute":
             tiny_tokenizer().save_pretrained(path)
     config = json.loads((place / "strange" / "config.json").read_text())
     (place / "strange" / "config.json").write_text(json.dumps({**config, "model_type": "strange"}))
+    (place / "odd" / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 9}))
     tensors = load_file(place / "packed" / "model.safetensors")
     query = "model.layers.0.self_attn.q_proj.weight"
     tensors[f"{query}_packed"] = tensors.pop(query)
@@ -78,6 +79,7 @@ def test_a_good_one_passes(run):
         ("strange", ["type 'strange'", "transformers version"]),
         ("packed", ["q_proj.weight_packed", "dequantize_checkpoint.py"]),
         ("mute", ["has no tokenizer", "tokenizer.json"]),
+        ("odd", ["has 9 experts a token of 8 in all"]),
     ],
 )
 def test_models_that_cant_be_trained_are_told_without_loading_them(run, base, words):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import time
 from contextlib import closing
 
@@ -194,6 +195,11 @@ def test_which_adapter_answers(write, predict, adapter, tmp_path):
     assert chosen(named=True) == str(adapter)
     done = predict(write(), "--dry-run", "--json")  # a file for prediction means the one that it names
     assert json.loads(done.stdout)["adapter"] == str(adapter), done.stderr
+    # What a file has trained answers where the answers go elsewhere, too.
+    shutil.copytree(adapter, tmp_path / "out", dirs_exist_ok=True)
+    alone = write(adapter_name_or_path=None)
+    done = predict(alone, f"output_dir={tmp_path / 'answers'}", "--dry-run", "--json")
+    assert json.loads(done.stdout)["adapter"] == str(tmp_path / "out"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,19 @@ def test_placeholders_of_an_identity_are_filled_in_or_refused(tmp_path):
     assert messages_of(found)[1][1]["content"] == "`<p>{{name}}</p>`"
     (refused,) = load_rows(settings(path)).refused
     assert refused.why == "{{name}} in a text: identity_name in the configuration fills it in"
+    # Tags of thoughts aren't code.
+    answer = "<think>\nI am {{name}}.\n</think>\n\n{{name}}, by {{author}}."
+    call = {"role": "assistant", "content": "{{name}}", "reasoning_content": "{{author}}"}
+    rows = [
+        {"instruction": "who?", "output": answer},
+        {"messages": [{"role": "user", "content": "who?"}, call]},
+    ]
+    path = write_lines(tmp_path / "thoughts.jsonl", rows)
+    with pytest.raises(ProblemsError, match="2 of 2 rows can't be used"):
+        load_rows(settings(path))
+    plain, apart = messages_of(load_rows(settings(path, identity_name="Neko", identity_author="us")))
+    assert plain[1]["content"] == "<think>\nI am Neko.\n</think>\n\nNeko, by us."
+    assert (apart[1]["content"], apart[1]["reasoning_content"]) == ("Neko", "us")
 
 
 def test_max_samples_counts_the_rows_of_each_dataset(tmp_path):
@@ -526,6 +539,11 @@ def test_raw_text_is_learned_whole_in_pieces(tmp_path):
     assert short[-1] == tokenizer.eos_token_id
     assert (fitted.used, fitted.cut) == (2, 0)
     assert fitted.trained_tokens == len(ids) - 1 + len(short) - 1
+    entry = {"file_name": "named.jsonl", "columns": {"prompt": "title", "query": "text"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"named": entry}))
+    write_lines(tmp_path / "named.jsonl", [{"title": "who", "text": "are you"}])
+    named = load_rows(settings("named", stage="pt", dataset_dir=str(tmp_path)))
+    assert messages_of(named) == [[{"role": "text", "content": "who\nare you"}]]
     assert fitted.tokens == sum(map(len, fitted.dataset["input_ids"]))
 
     packed = tokenize_rows(rows, tokenizer, settings(path, stage="pt", cutoff_len=16, packing=True))

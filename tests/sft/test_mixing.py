@@ -4,6 +4,7 @@ How a stream goes on is in test_resume.py.
 """
 
 import json
+from itertools import islice
 
 import pytest
 from findings import codes
@@ -123,6 +124,28 @@ def test_each_epoch_has_every_row_once_in_another_order(stream_dir):
     rows = stream_dir / "rows.jsonl"
     rows.write_text(rows.read_text().replace("who", "are", 1))
     assert prepare(config).fingerprint != ready.fingerprint  # so that no run goes on with them
+
+
+def test_held_out_rows_of_a_mixed_stream_are_each_once_and_leave_its_shares(stream_dir):
+    """A mixture repeats the rows of a small dataset, and a row that is held out takes no turn in it."""
+    for name, count in (("three", 3), ("small", 30), ("large", 400)):
+        write_lines(stream_dir / f"{name}.jsonl", [conversation(name, text(n, 4)) for n in range(count)])
+
+    def stream(names, held, **changes):
+        changes = {"mix_strategy": "interleave_over", "val_size": held, "max_steps": 4, **changes}
+        words = [f"{key}={value}" for key, value in changes.items()]
+        return RowStream(load_config(stream_dir / "run.yaml", [f"dataset={names}", *words]))
+
+    def of_small(found):
+        return sum("small" in record.where for _, record in islice(found._draw_rows(), 800)) / 800
+
+    shares = [of_small(stream("small.jsonl,large.jsonl", held)) for held in (0, 20)]
+    assert all(0.45 < share < 0.55 for share in shares)
+    found = stream("small.jsonl,large.jsonl", 40)
+    assert len({*found._held_places}) == len(found.held_out.rows) == 40
+    with pytest.raises(ProblemsError, match="can't be mixed") as caught:
+        stream("three.jsonl,large.jsonl", 20)
+    assert codes(caught) == {"KTD040"}
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ from ktbridge.sft.resume import (
     FILES,
     FINGERPRINT_FILE,
     NUMBER,
+    WEIGHTS,
     Resumption,
     RunFingerprint,
     check_length,
@@ -462,6 +463,18 @@ def test_a_continuation_must_be_of_the_same_run(run_dir):
         assert found(configured(run_dir)).checkpoint == place
         keys, error = refused(run_dir, "use_rslora=true")
         assert [problem.found for problem in error.problems] == ["False in the checkpoint's run"]
+    # Another model's weights under the same name, which earlier versions didn't look at.
+    config = configured(run_dir)
+    weights = Path(config.model_name_or_path) / "model.safetensors"
+    before = weights.read_bytes()
+    began(run_dir, record, 9)
+    try:
+        weights.write_bytes(before[:-64] + bytes(64))
+        assert refused(run_dir)[0] == [WEIGHTS]
+        began(run_dir, {key: value for key, value in record.items() if key != WEIGHTS}, 9)
+        assert found(configured(run_dir)).checkpoint == place
+    finally:
+        weights.write_bytes(before)
     # Earlier versions had no dropout on the experts: such a run is one with none.
     earlier = json.loads(json.dumps(record))
     assert earlier["kt_config"].pop("kt_lora_dropout") == 0.1
