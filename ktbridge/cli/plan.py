@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 @click.command(cls=Command, extra="train")
 @training_arguments
 @json_option()
-@click.option("--no-measure", is_flag=True, help="Don't time kernels or disk: no tokens/s.")
+@click.option(
+    "--no-measure", is_flag=True, help="Don't time kernels or disk: tokens/s are of assumed costs, if any."
+)
 @machine_options
 def command(
     config: str, overrides: tuple[str, ...], from_format: str, as_json: bool, no_measure: bool, **machine: Any

@@ -267,7 +267,7 @@ def inject_lora(
         )
 
 
-def _inner_patterns(patterns: Mapping[str, Any] | None, names: Mapping[str, str]) -> dict[str, Any]:
+def _inner_patterns(patterns: Mapping[str, object] | None, names: Mapping[str, str]) -> dict[str, object]:
     """Return a pattern for each inner name, which PEFT sees: those given may be of whole ones."""
     found = {}
     for name, inner in names.items():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
-from trainrun import write_run
+from trainrun import losses, train, write_run
 
 from ktbridge.experts.inject import set_expert_lora
 from ktbridge.sft.config import load_config
@@ -137,3 +137,19 @@ def test_the_losses_are_the_ones_asked_for(make, run_dir):
     for name, value in expected.items():
         assert loss_of[name] == pytest.approx(value.item(), rel=2e-3), name
     assert len({round(value, 3) for value in loss_of.values()}) == 5
+
+
+def test_pairs_of_an_epochs_last_batch_weigh_as_all_others(run_dir):
+    """In batches of eight and four, as in micro-batches of any size."""
+    same = (
+        "per_device_train_batch_size=8",
+        "gradient_accumulation_steps=2",
+        "max_grad_norm=0",
+        "max_steps=3",
+    )
+    found = []
+    for tokens in ("auto", "1000"):
+        train(run_dir, *same, f"tokens_per_pass={tokens}", f"output_dir={run_dir}/of-{tokens}")
+        found.append([loss for _, loss in losses(run_dir / f"of-{tokens}")])
+    assert found[0][-1] < 0.95 * found[0][0]
+    assert found[0] == pytest.approx(found[1], rel=2e-3)
