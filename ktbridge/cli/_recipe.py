@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ def resumable() -> Iterator[None]:
 
 def print_commands(directory: Path, lines: Sequence[tuple[str, bool]]) -> None:
     """Print the commands that would be run in ``directory``, and those whose results are kept."""
-    click.echo(f"$ cd {directory}")
+    click.echo(f"$ cd {shlex.quote(str(directory))}")
     for line, kept in lines:
         click.echo(f"# kept: {line}" if kept else f"$ {line}")
     if any(URL in line for line, kept in lines if not kept):

@@ -6,6 +6,7 @@ A plan is a recipe's (``recipe_runner``), or another room's that has steps of it
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -185,7 +186,7 @@ class Runner:
             raise KtbridgeError(
                 f"`{line}` ended with exit code {code}: {meaning}.",
                 "Mend it and run the same command again: the steps before it are kept. To try that command "
-                f"alone: cd {directory}{server}",
+                f"alone: cd {shlex.quote(str(directory))}{server}",
             )
         if step.command != "report":
             before = self._state.get(step.key)

@@ -220,6 +220,13 @@ def test_placeholders_of_an_identity_are_filled_in_or_refused(tmp_path):
     assert (apart[1]["content"], apart[1]["reasoning_content"]) == ("Neko", "us")
 
 
+def test_fields_that_a_table_has_in_every_row_say_nothing(tmp_path):
+    said = [{**ROW["messages"][0]}, {**ROW["messages"][1], "prefix": False}]
+    rows = [{"messages": said}, {"instruction": "hello", "output": "you", "history": "[]"}]
+    found = load_rows(settings(write_lines(tmp_path / "rows.jsonl", rows)))
+    assert [len(messages) for messages in messages_of(found)] == [2, 2]
+
+
 def test_max_samples_counts_the_rows_of_each_dataset(tmp_path):
     paths = [write_lines(tmp_path / name, [{"text": "x"}, ROW, ROW, ROW]) for name in ("a.jsonl", "b.jsonl")]
     rows = load_rows(settings(*paths, max_samples=3))

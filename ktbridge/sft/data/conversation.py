@@ -360,7 +360,8 @@ class _Fields:
 
 def _read_alpaca_prompt(fields: _Fields) -> list[Message]:
     """Read LLaMA-Factory's prompt: system, then history's pairs, then instruction and input on two lines."""
-    question, history = _read_question(fields), fields.take("history") or []
+    question, history = _read_question(fields), fields.take("history")
+    history = [] if is_empty(history) else history  # a table has the column in every row
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 for pair in history
     ):

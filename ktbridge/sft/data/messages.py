@@ -294,6 +294,8 @@ def _read_message(
             if isinstance(found := extra.pop(key, None), str):
                 read[key] = found  # type: ignore[literal-required]  # one of its keys
     for key, found in extra.items():
+        if key == "prefix" and found is False:
+            continue
         if key in (*_REFUSED, "tool_calls", "function_call"):
             raise ValueError(f"a {role} message with {key}: that is not trained on")
         if looks_like_switch(key, found):
