@@ -58,8 +58,8 @@ ANSWERS = Subject("The answers", "eval", (
     Code("KTB820", "warning", "answers of an arm can't be scored (an error where fewer than half can, or more"
          " than 5 % of the requests failed)",
          "run the same command again, which asks only for what is missing"),
-    Code("KTB821", "warning", "arms differ in how many answers are ok (an error where a slice of five or more"
-         " has none to compare)",
+    Code("KTB821", "warning", "arms differ in how many answers are ok (an error where a later arm has none in"
+         " a slice of five or more)",
          "follow KTB820 for the arm with fewer, else read the comparison with care"),
     Code("KTB822", "warning", "90 % and more of two arms' answers are identical (an error where all of 8 or"
          " more are)", "run `ktbridge verify`"),

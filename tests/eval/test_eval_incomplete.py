@@ -62,6 +62,8 @@ def test_slices_and_repeats_without_answers_are_no_silence(tmp_path, repeat):
         ]
         return
     assert [one["code"] for one in told] == ["KTB821"]
+    stored(tmp_path, {"base": answer, "full": answers["base"]})  # what the base can't answer is no loss
+    assert not [one for one in write_report(tmp_path)["warnings"] if one["severity"] == "error"]
     assert all(name in told[0]["found"] for name in ("KRI-K", "KRI-R"))
     empty = next(one["found"] for one in results["warnings"] if one["code"] == "KTB820")
     assert "20 of 84 answers cannot be scored: 20 empty; of KRI-K" in empty

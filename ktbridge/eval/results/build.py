@@ -374,7 +374,19 @@ def _not_marked(results: Results) -> Iterator[Problem]:
         titles = ", ".join(slice_title(results, name) for name in missing)
         found = f"not compared, as no item has an ok answer from every arm: {titles}"
         expected = "answers in every slice; nothing that follows is about these"
-        severity = "error" if max(sizes[name] for name in missing) >= _FEW_ANSWERS else "warning"
+        # A first arm that answers nothing hides no loss.
+        answered = {
+            (row["slice"], arm)
+            for row in results["items"]
+            for arm, answer in row["answers"].items()
+            if answer["outcome"] == "ok"
+        }
+        lost = any(
+            sizes[name] >= _FEW_ANSWERS and (name, arm) not in answered
+            for name in missing
+            for arm in [*ok][1:]
+        )
+        severity = "error" if lost else "warning"
         yield problem("KTB821", "slices without answers", found, expected, severity=severity)
 
 
