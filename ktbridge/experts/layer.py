@@ -64,9 +64,10 @@ class PeftLayer(BaseTunerLayer):
         adapters = self.peft_adapters
         if self._adapter not in adapters:
             assert isinstance(self, nn.Module)
-            for name, parameter in self.named_parameters() if self._owned else ():
-                if name.endswith("_b"):
-                    parameter.data.zero_()
+            with torch.no_grad():
+                for name, parameter in self.named_parameters() if self._owned else ():
+                    if name.endswith("_b"):
+                        parameter.zero_()
             self._adapter = self.peft_adapter
         self._owned = bool(adapters)
 

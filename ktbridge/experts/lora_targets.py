@@ -268,14 +268,16 @@ def inject_lora(
 
 
 def _inner_patterns(patterns: Mapping[str, object] | None, names: Mapping[str, str]) -> dict[str, object]:
-    """Return a pattern for each inner name, which PEFT sees: those given may be of whole ones."""
-    found = {}
-    for name, inner in names.items():
-        given = (patterns or {}).items()
-        values = (value for pattern, value in given if re.match(rf"(.*\.)?({pattern})$", name))
-        if (value := next(values, None)) is not None:
-            found[f"^{re.escape(inner)}"] = value
-    return found
+    """Return patterns of inner names, which PEFT sees, that say what ``patterns`` say of whole ones."""
+    given = {re.compile(rf"(.*\.)?({pattern})$"): pattern for pattern in patterns or {}}
+
+    def find(name: str) -> str | None:
+        return next((pattern for expression, pattern in given.items() if expression.match(name)), None)
+
+    found = {inner: pattern for name, inner in names.items() if (pattern := find(name)) is not None}
+    if all(find(inner) == found.get(inner) for inner in names.values()):
+        return {pattern: (patterns or {})[pattern] for pattern in dict.fromkeys(found.values())}
+    return {f"^{re.escape(inner)}": (patterns or {})[pattern] for inner, pattern in found.items()}
 
 
 _DEVICES = ("cuda",)  # many CPUs multiply bfloat16 more slowly than float32
