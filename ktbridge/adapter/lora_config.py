@@ -72,15 +72,10 @@ def peft_numbers(config: Mapping[str, object], module: str) -> Numbers:
 
     KtbridgeError if the configuration has no usable ones for it.
     """
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    for pattern, own in patterns_of(config, "rank_pattern"):
-        if pattern.match(module):
-            rank = own
-            break
-    for pattern, own in patterns_of(config, "alpha_pattern"):
-        if pattern.match(module):
-            alpha = own
-            break
+    rank, alpha = (
+        next((own for pattern, own in patterns_of(config, field) if pattern.match(module)), config.get(usual))
+        for field, usual in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+    )
     if type(rank) is not int or rank <= 0 or not (is_number(alpha) and alpha <= MAX_ALPHA):
         raise KtbridgeError(
             f"{CONFIG_FILE} gives {module} rank {rank!r:.80} and alpha {alpha!r:.80}",
