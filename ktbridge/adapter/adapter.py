@@ -12,10 +12,10 @@ import re
 import shlex
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -56,7 +56,7 @@ class MadeFile(TensorFile):
         self.blocks = blocks
         self._name = name
         self._entries = [*entries.values()]
-        self._held: OrderedDict[str, memoryview] = OrderedDict()
+        self._made = lru_cache(_HELD)(lambda name: bytes_of(blocks[name].load()))
         self._lock = threading.Lock()
 
     @property
@@ -84,7 +84,7 @@ class MadeFile(TensorFile):
 
     def release(self, start: int = 0, end: int | None = None) -> None:
         with self._lock:
-            self._held.clear()
+            self._made.cache_clear()
 
     def _at(self, place: int) -> Entry:
         """The tensor that has the byte at ``place``."""
@@ -93,12 +93,7 @@ class MadeFile(TensorFile):
 
     def _bytes(self, name: str) -> memoryview:
         with self._lock:  # merging reads from several threads
-            if name not in self._held:
-                self._held[name] = bytes_of(self.blocks[name].load())
-                while len(self._held) > _HELD:
-                    self._held.popitem(last=False)
-            self._held.move_to_end(name)
-            return self._held[name]
+            return self._made(name)
 
 
 class Part(NamedTuple):
