@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from shlex import quote
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MAX_ALPHA, Adapter, convert_step, is_number, last_part
-from ktbridge.adapter.checks import Use
+from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.keys import CANONICAL, is_named
 from ktbridge.adapter.lora_config import (
     UNFOLDED,
@@ -51,14 +51,10 @@ def check_foreign(adapter: Adapter) -> Iterator[Problem]:
         ("sglang-3d", "KTB216", "is expert LoRA of all experts in one tensor"),
     ):
         parts = [part for part in adapter.leftovers if part.key.kind == kind]
-        if not parts:
-            continue
-        if len(parts) > 1:
-            found += f" ({len(parts)} tensors like it)"
         # The reader tells PEFT's layouts apart, by more than shapes.
         form = "" if kind == "peft-fused" else f"--from {kind} "
         step = convert_step(adapter, f"{form}--to raw --output D")
-        yield problem(code, parts[0].where, found, "one tensor an expert", next_step=step)
+        yield from many(code, parts, found, "one tensor an expert", next_step=step)
 
 
 def is_foreign(adapter: Adapter) -> bool:
