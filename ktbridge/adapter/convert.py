@@ -260,8 +260,7 @@ def _foreign_modules(adapter: Adapter) -> Iterator[Problem]:
     if adapter.base is not None:
         with suppress(KtbridgeError):  # whether its weights are whole is no matter of a conversion
             modules = open_modules(adapter.base)
-    parts = sorted(adapter.nonexpert.items())
-    yield from check_modules(((f"{adapter.path}: {key}", p.key) for key, p in parts), modules)
+    yield from check_modules((part for _, part in sorted(adapter.nonexpert.items())), modules)
 
 
 def _rounded(where: str, blocks: Sequence[Block]) -> Iterator[Problem]:

@@ -64,7 +64,7 @@ def check_inventory(adapter: Adapter, use: Use, base: Modules | None) -> Iterato
     yield from _nonexpert_pairs(adapter)
     yield from _misplaced(adapter, use)
     if use.served:  # a conversion and a merge ask the base that they are given
-        yield from check_modules(((p.where, p.key) for p in adapter.nonexpert.values()), base)
+        yield from check_modules(adapter.nonexpert.values(), base)
     if base is None or "kv_lora_rank" not in base.config.text:  # latent attention has no v_proj
         yield from _attention_partners(adapter)
     yield from check_uneven(adapter)

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from ktbridge.adapter.adapter import Part
+from ktbridge.adapter.checks import many
 from ktbridge.adapter.keys import Key
-from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint
 from ktbridge.model.families import PREFIXES, ROUTER
@@ -97,26 +98,22 @@ def open_modules(config: ModelConfig) -> Modules:
     return Modules(config, checkpoint)
 
 
-def check_modules(parts: Iterable[tuple[str, Key]], modules: Modules | None) -> Iterator[Problem]:
-    """Modules that the base model doesn't have, or of which that can't be known; ``parts``: (place, key)."""
-    absent: list[str] = []
-    unknown: list[str] = []
-    for where, key in parts:
+def check_modules(parts: Iterable[Part], modules: Modules | None) -> Iterator[Problem]:
+    """Modules that the base model doesn't have, or of which that can't be known."""
+    absent: list[Part] = []
+    unknown: list[Part] = []
+    for part in parts:
+        key = part.key
         if key.layer < 0 or key.is_vision or key.is_draft:
             continue  # reported elsewhere
         there = modules.has(key) if modules is not None else None
         if there is False and (modules is None or key.layer < modules.config.num_layers):
-            absent.append(where)
+            absent.append(part)
         usual = key.leaf.endswith("_proj") or key.leaf in _USUAL
         if there is None and not (usual and TEXT_MODEL.match(key.module)):
-            unknown.append(where)
-    for code, places, found in (
-        ("KTB610", absent, "is of a module that the base model doesn't have"),
-        ("KTB219", unknown, "is of a module whose name isn't known"),
-    ):
-        if places:
-            more = f" ({len(places)} tensors like it)" if len(places) > 1 else ""
-            yield problem(code, places[0], found + more)
+            unknown.append(part)
+    yield from many("KTB610", absent, "is of a module that the base model doesn't have")
+    yield from many("KTB219", unknown, "is of a module whose name isn't known")
 
 
 def linear_sizes(base: ModelConfig) -> dict[str, Linear]:
