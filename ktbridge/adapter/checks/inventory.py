@@ -244,34 +244,29 @@ def _nonexpert_pairs(adapter: Adapter) -> Iterator[Problem]:
 
 
 def _misplaced(adapter: Adapter, use: Use) -> Iterator[Problem]:
-    vision: list[Part] = []
-    draft: list[Part] = []
-    head: list[Part] = []
-    nowhere: list[Part] = []
-    blocks: list[Part] = []
-    towers: dict[bool, list[Part]] = defaultdict(list)
+    by_place: dict[str, list[Part]] = defaultdict(list)
     for part in adapter.nonexpert.values():
         if part.key.is_vision:
-            vision.append(part)
+            place = "vision"
         elif part.key.is_draft:
-            draft.append(part)
+            place = "draft"
         elif part.key.layer < 0:
-            (head if _is_head(part) else nowhere).append(part)
+            place = "head" if _is_head(part) else "nowhere"
         elif part.key.leaf in _BLOCKS:
-            blocks.append(part)
+            place = "block"
         else:
-            towers[TEXT_MODEL.match(part.key.module) is not None].append(part)
-    for kind, parts in (("vision", vision), ("draft", draft)):
-        code, found = _ELSEWHERE[kind]
-        yield from many(code, parts, found)
-    if towers[True]:  # an unknown path alone may be the text model's
-        yield from many(_BESIDE[0], towers[False], _BESIDE[1])
+            place = "text" if TEXT_MODEL.match(part.key.module) else "beside"
+        by_place[place].append(part)
+    for place, (code, found) in _ELSEWHERE.items():
+        yield from many(code, by_place[place], found)
+    if by_place["text"]:  # an unknown path alone may be the text model's
+        yield from many(_BESIDE[0], by_place["beside"], _BESIDE[1])
     # A merge can apply it; engines don't.
     level: Severity | None = None if use.served else "info" if use is Use.MERGED else "warning"
     step = "nothing: it is merged as well" if use is Use.MERGED else None
-    yield from many("KTB213", head, "adapts an embedding or head", severity=level, next_step=step)
-    yield from many("KTB201", nowhere, "belongs to no decoder layer")
-    yield from many("KTB201", blocks, "names a block of modules, and no module in it")
+    yield from many("KTB213", by_place["head"], "adapts an embedding or head", severity=level, next_step=step)
+    yield from many("KTB201", by_place["nowhere"], "belongs to no decoder layer")
+    yield from many("KTB201", by_place["block"], "names a block of modules, and no module in it")
 
 
 def _attention_partners(adapter: Adapter) -> Iterator[Problem]:
