@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, last_part
 from ktbridge.adapter.blocks import BITS, block_of, bytes_of, padded
@@ -25,13 +25,9 @@ def source_of(adapters: Sequence[Adapter]) -> Adapter | None:
     """The directory that the others are compared with; None where none covers them all."""
     if len(adapters) < 2:
         return None
-    for adapter in adapters:
-        if adapter.layout == "raw":
-            return adapter
-    for adapter in adapters:
-        if all(adapter.layout in ("merged", other.layout) for other in adapters):
-            return adapter
-    return None
+    raw = (one for one in adapters if one.layout == "raw")
+    whole = (one for one in adapters if all(one.layout in ("merged", each.layout) for each in adapters))
+    return next(chain(raw, whole), None)
 
 
 def check_set(adapters: Sequence[Adapter], compare_data: bool) -> Iterator[Problem]:
