@@ -124,7 +124,8 @@ def validate_adapter(
         report.problems = _of_formats(report.problems, served, contract, base_name)
         if structure_only:
             for adapter in adapters:
-                report.problems += _rounded_dtypes(adapter)
+                if wide := [part for part in adapter.tensors() if part.entry.dtype in ("F16", "F32")]:
+                    report.problems += many("KTB304", wide, f"is {wide[0].entry.dtype}", "BF16")
             report.problems += check_set(adapters, compare_data=False)
         else:
             report.problems += _values(adapters, hashes, on_progress)
@@ -291,12 +292,6 @@ def check_structure(adapter: Adapter, use: Use, base: Modules | None = None) -> 
     if base is not None:
         findings += check_base(adapter, base, use)
     return findings
-
-
-def _rounded_dtypes(adapter: Adapter) -> Iterator[Problem]:
-    wide = [part for part in adapter.tensors() if part.entry.dtype in ("F16", "F32")]
-    if wide:
-        yield from many("KTB304", wide, f"is {wide[0].entry.dtype}", "BF16")
 
 
 def _summary(path: str | os.PathLike[str], adapter: Adapter | None) -> dict[str, Any]:
