@@ -222,23 +222,17 @@ def _mlx(path: Path) -> Problem | None:
     return problem("KTB019", str(path), f"is an MLX adapter ({MLX_FILE})", next_step=step)
 
 
-def _inside(path: Path) -> list[str]:
-    """Directories below, at most two deep, that have an adapter's configuration."""
-    found = (*path.glob(f"*/{CONFIG_FILE}"), *path.glob(f"*/*/{CONFIG_FILE}"))
-    return sorted(str(file.parent) for file in found)
-
-
 def _elsewhere_found(path: Path, code: str, found: str, expected: str) -> Problem:
-    """A directory without an adapter of its own, and those in it that have one."""
-    inside = _inside(path)
-    if not inside and (path / "config.json").is_file() and not (path / MODEL_FILE).exists():
+    """A directory without an adapter of its own, and those in it, at most two deep, that have one."""
+    files = (*path.glob(f"*/{CONFIG_FILE}"), *path.glob(f"*/*/{CONFIG_FILE}"))
+    inside, step = sorted(str(file.parent) for file in files), None
+    if inside:
+        listed = ", ".join(inside[:6]) + (", …" if len(inside) > 6 else "")
+        found = f"{found}; there are adapters in {listed}"
+        step = f"give one of these directories: ktbridge validate {shlex.quote(inside[-1])}"
+    elif (path / "config.json").is_file() and not (path / MODEL_FILE).exists():
+        found = f"is a model: it {found}"
         step = "give an adapter's directory here: this one is for the base model's place"
-        return problem(code, str(path), f"is a model: it {found}", expected, next_step=step)
-    if not inside:
-        return problem(code, str(path), found, expected)
-    listed = ", ".join(inside[:6]) + (", …" if len(inside) > 6 else "")
-    found = f"{found}; there are adapters in {listed}"
-    step = f"give one of these directories: ktbridge validate {shlex.quote(inside[-1])}"
     return problem(code, str(path), found, expected, next_step=step)
 
 
@@ -303,7 +297,8 @@ def _weight_files(path: Path, problems: list[Problem]) -> list[str]:
             problems.append(problem("KTB005", str(entry), kind))
     found: list[str] = []
     for whole in (FUSED_FILE, MODEL_FILE):
-        shards = [name for name in names if _is_shard_of(name, whole)]
+        stem = whole.removesuffix(".safetensors")
+        shards = [name for name in names if (match := _SHARD.fullmatch(name)) and match[1] == stem]
         if whole in names:
             found.append(whole)
             if shards:
@@ -328,11 +323,6 @@ def _weight_files(path: Path, problems: list[Problem]) -> list[str]:
         expected = f"{MODEL_FILE} or {FUSED_FILE}"
         problems.append(_elsewhere_found(path, "KTB003", "has no adapter weights", expected))
     return found
-
-
-def _is_shard_of(name: str, whole: str) -> bool:
-    match = _SHARD.fullmatch(name)
-    return match is not None and f"{match.group(1)}.safetensors" == whole
 
 
 def _missing_shards(path: Path, shards: list[str]) -> Iterator[Problem]:
