@@ -131,10 +131,13 @@ class _Storage:
     def parts(self, name: str, shape: Shape, dtype: str) -> Iterator[tuple[str, str, Shape]]:
         """Yield the tensors that one weight is stored as: (name, dtype, shape)."""
         stem = name.removesuffix(".weight")
-        if self.kind == "mxfp4":
-            yield from _mxfp4_parts(name, shape, dtype)
+        if self.kind == "mxfp4" and name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            # gpt-oss's fused experts [E, in, out], by output features in blocks of 32.
+            experts, inputs, out = shape
+            yield f"{name}_blocks", "U8", (experts, out, -(-inputs // 32), 16)
+            yield f"{name}_scales", "U8", (experts, out, -(-inputs // 32))
             return
-        if self.kind == "plain" or not self._takes(stem, name, shape):
+        if self.kind in ("plain", "mxfp4") or not self._takes(stem, name, shape):
             yield name, dtype, shape
             return
         out, inputs = shape
@@ -155,16 +158,6 @@ class _Storage:
         if not linear or ROUTER.search(stem) or any(_matches(p, stem) for p in self.left_out):
             return False
         return not self.targets or any(_matches(p, stem) for p in self.targets)
-
-
-def _mxfp4_parts(name: str, shape: Shape, dtype: str) -> Iterator[tuple[str, str, Shape]]:
-    """gpt-oss's fused experts [E, in, out], by output features in blocks of 32; anything else as it is."""
-    if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-        yield name, dtype, shape
-        return
-    experts, inputs, out = shape
-    yield f"{name}_blocks", "U8", (experts, out, -(-inputs // 32), 16)
-    yield f"{name}_scales", "U8", (experts, out, -(-inputs // 32))
 
 
 def _matches(pattern: str, module: str) -> bool:
