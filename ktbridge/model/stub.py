@@ -99,20 +99,17 @@ def weights_missing(path: Path) -> str:
 
 def stored_tensors(model_type: str, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
     """Yield transformers' fused experts one by one, where the family's checkpoints have them so."""
-    family = family_of(model_type)
-    names = family.names if family else Family.names
-    layout = family.storage if family else "per-expert"
+    family = family_of(model_type) or Family
     for name, shape in shapes.items():
         stem, _, last = name.rpartition(".")
-        if not stem.endswith(".experts") or last not in ("gate_up_proj", "down_proj"):
+        fused = stem.endswith(".experts") and last in ("gate_up_proj", "down_proj")
+        if not fused or family.storage != "per-expert":
             yield name, shape
-        elif layout == "per-expert":
-            parts = names[:2] if last == "gate_up_proj" else names[2:]
-            one = (shape[1] // len(parts), shape[2])
-            for expert in range(shape[0]):
-                yield from ((f"{stem}.{expert}.{part}.weight", one) for part in parts)
-        else:
-            yield name, shape
+            continue
+        parts = family.names[:2] if last == "gate_up_proj" else family.names[2:]
+        one = (shape[1] // len(parts), shape[2])
+        for expert in range(shape[0]):
+            yield from ((f"{stem}.{expert}.{part}.weight", one) for part in parts)
 
 
 @dataclass(frozen=True)
