@@ -234,7 +234,7 @@ def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
         raise TensorFileError(f"{str(path)!r} can't be read: {error}") from error
     header = _parse_header(path, raw)
     metadata = header.pop("__metadata__", {})
-    if not _is_metadata(metadata):
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         _fail(path, "has a __metadata__ that is not a table of strings")
     entries = [_parse_entry(path, name, value, 8 + length) for name, value in header.items()]
     # Ties are sorted by end, so that empty tensors precede the tensor with the same start.
@@ -290,10 +290,6 @@ def _quotes(header: dict[str, object]) -> int:
         return 10 * len(header)
     items = len(metadata) if isinstance(metadata, dict) else 0
     return 10 * (len(header) - 1) + 2 + 4 * items
-
-
-def _is_metadata(value: object) -> TypeGuard[dict[str, str]]:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _parse_entry(path: Path, name: str, value: Any, base: int) -> Entry:
