@@ -35,9 +35,15 @@ def read_json_file(path: Path, *, unique: bool = False, most: int = MAX_BYTES) -
     """
     step = "download or save it again"
     try:
-        text = _read_small_file(path, most)
-    except KtbridgeError as error:
-        raise KtbridgeError(error.sentence, step) from error
+        if path.exists() and not path.is_file():
+            raise KtbridgeError(f"{path} is not a regular file", step)
+        if path.stat().st_size > most:
+            raise KtbridgeError(f"{path} is larger than {most} bytes", step)
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise KtbridgeError(f"{path} can't be read: {error.strerror}", step) from error
+    except ValueError as error:
+        raise KtbridgeError(f"{path} can't be read: {error}", step) from error
     check_pointer(path, text[: len(POINTER)].encode())
     try:
         value = json.loads(
@@ -66,19 +72,6 @@ def _finite(digits: str) -> float | str:
     """A float that neither overflows nor is so small that its reciprocal does."""
     value = float(digits)
     return value if value == 0 or 1e-300 < abs(value) < 1e300 else digits[:20]
-
-
-def _read_small_file(path: Path, most: int) -> str:
-    try:
-        if path.exists() and not path.is_file():
-            raise KtbridgeError(f"{path} is not a regular file")
-        if path.stat().st_size > most:
-            raise KtbridgeError(f"{path} is larger than {most} bytes")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise KtbridgeError(f"{path} can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise KtbridgeError(f"{path} can't be read: {error}") from error
 
 
 def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
