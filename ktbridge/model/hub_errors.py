@@ -58,9 +58,7 @@ def explain_hub_error(error: BaseException, wanted: Repository, upload: bool = F
 
     page = f"{constants.ENDPOINT}/{'datasets/' if wanted.kind == 'dataset' else ''}{wanted.id}"
     causes = [*_chain(error)]
-    found = {type(cause).__name__ for cause in causes} | {
-        base.__name__ for cause in causes for base in type(cause).__mro__
-    }
+    found = {base.__name__ for cause in causes for base in type(cause).__mro__}
     if "GatedRepoError" in found:
         return KtbridgeError(
             f"{wanted.id} is gated: its owners let only accounts download it that asked for it.",
