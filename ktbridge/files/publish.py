@@ -19,7 +19,6 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.files.locks import lock_open
@@ -118,9 +117,7 @@ class Staging:
     def __enter__(self) -> Staging:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.discard()
 
     def write_bytes(self, name: str, data: bytes) -> None:
