@@ -99,20 +99,20 @@ def storage_of(wanted: Repository) -> Path:
     return cache_directory() / str(folder)
 
 
-def find_cached(wanted: Repository, patterns: Iterable[str] = TEXTS) -> Path | None:
-    """The snapshot in the cache if it has all files of these patterns, as far as is known."""
-    hub = library()
+def _snapshot(wanted: Repository, revision: str | None, patterns: Iterable[str], **options: object) -> Path:
+    """The snapshot with the files of these ``patterns``, as huggingface_hub makes it."""
+    hub, kind = library(), wanted.kind
+    found = hub.snapshot_download(
+        wanted.id, repo_type=kind, revision=revision, allow_patterns=[*patterns], **options
+    )
+    return Path(found)
+
+
+def find_cached(wanted: Repository) -> Path | None:
+    """The snapshot in the cache if it has all of a model's texts, as far as is known."""
+    ignored = None if wanted.kind == "dataset" else [*NESTED]
     try:
-        return Path(
-            hub.snapshot_download(
-                wanted.id,
-                repo_type=wanted.kind,
-                revision=wanted.revision,
-                allow_patterns=[*patterns],
-                ignore_patterns=None if wanted.kind == "dataset" else [*NESTED],
-                local_files_only=True,
-            )
-        )
+        return _snapshot(wanted, wanted.revision, TEXTS, ignore_patterns=ignored, local_files_only=True)
     except (OSError, ValueError):  # not there, incomplete, or no valid name
         return None
 
@@ -145,15 +145,7 @@ def fetch_model(wanted: Repository, weights: bool = True, on_progress: OnProgres
         if found := find_whole(wanted, weights):
             return found
         with raise_explained(wanted):
-            path = Path(
-                library().snapshot_download(
-                    wanted.id,
-                    revision=wanted.revision,
-                    allow_patterns=[*TEXTS],
-                    ignore_patterns=[*NESTED],
-                    tqdm_class=_silent(),
-                )
-            )
+            path = _snapshot(wanted, wanted.revision, TEXTS, ignore_patterns=[*NESTED], tqdm_class=_silent())
         if not (path / "config.json").is_file():
             raise KtbridgeError(
                 f"{wanted} on the Hub has no config.json: it is no model that can be loaded.",
@@ -251,15 +243,8 @@ def _fetch(wanted: Repository, commit: str, files: list[Any], on_progress: OnPro
                 counter.stopped = True
                 pool.shutdown(cancel_futures=True)
                 raise
-        return Path(
-            hub.snapshot_download(
-                wanted.id,
-                repo_type=wanted.kind,
-                revision=commit,
-                allow_patterns=[glob.escape(file.rfilename) for file in files],
-                tqdm_class=_silent(),
-            )
-        )
+        patterns = (glob.escape(file.rfilename) for file in files)
+        return _snapshot(wanted, commit, patterns, tqdm_class=_silent())
 
 
 @dataclass(frozen=True)
