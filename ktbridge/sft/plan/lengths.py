@@ -192,7 +192,6 @@ def _of_sample(
     return replace(
         _mixed(each, rows, config, counted=True),
         tokenized=len(chosen),
-        held_out=len(rows.held_out.rows) if rows.held_out and config.evaluates else 0,
         images=sum(map(len, images)),
         image_tokens=sum(map(sum, images)),
         most_image_tokens=min(config.cutoff_len, max(map(sum, images), default=0)),
@@ -222,8 +221,7 @@ def _of_texts(rows: object, config: TrainConfig, base: Path, why: str) -> Length
         each[row] = [min(cut, size)]
         if config.stage == "pt":  # longer texts make several pieces
             each[row] = [min(cut, size - start) for start in range(0, size, cut)]
-    held = len(rows.held_out.rows) if rows.held_out and config.evaluates else 0
-    return replace(_mixed(each, rows, config, counted), estimated=why, held_out=held)
+    return replace(_mixed(each, rows, config, counted), estimated=why)
 
 
 def _mixed(each: Mapping[int, Sequence[int]], rows: Rows, config: TrainConfig, counted: bool) -> Lengths:
@@ -236,7 +234,8 @@ def _mixed(each: Mapping[int, Sequence[int]], rows: Rows, config: TrainConfig, c
     packed = config.packing or config.neat_packing
     found = _packed(own, config.cutoff_len) if packed else own
     mean, refused = sum(found) / len(found), len(rows.refused) + len(rows.rows) - used
-    return Lengths(used, len(found), max(found), mean, counted, packed, own, refused)
+    held = len(rows.held_out.rows) if rows.held_out and config.evaluates else 0
+    return Lengths(used, len(found), max(found), mean, counted, packed, own, refused, held_out=held)
 
 
 def _packed(lengths: Sequence[int], cut: int) -> Sequence[int]:
