@@ -18,6 +18,7 @@ from tinymoe import tiny_model
 from trainrun import conversation, pair, write_lines
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ktbridge import _kernels
 from ktbridge.cli import main
 from ktbridge.cli.plan import command as plan_command
 from ktbridge.errors import KtbridgeError, UsageError
@@ -97,8 +98,10 @@ def test_the_kernels_keep_what_the_formula_says(shape, rank, activation):
     rows = torch.bincount(ids.flatten(), minlength=shape.experts)
     sizes = ExpertSizes(1, shape.experts, shape.top_k, shape.hidden, shape.inner, rank, stored=0)
     retain = activation == "retain"
-    counted = [float((-(-rows // width)).sum()) for width in (16, 32)]
-    assert saved_bytes(sizes, shape.tokens, retain, *counted) == layer.saved_bytes
+    counted = [int((-(-rows // width)).sum()) for width in (16, 32)]
+    load = _kernels.Load(shape.tokens * shape.top_k, *counted)
+    keep = _kernels.Keep.retain if retain else _kernels.Keep.recompute
+    assert _kernels.pass_memory(shape.hidden, shape.inner, rank, load, keep).saved == layer.saved_bytes
     # What the plan knows before any token is routed.
     assert blocks(sizes, shape.tokens, 16) == pytest.approx(counted[0], rel=0.1)
     assert saved_bytes(sizes, shape.tokens, retain) == pytest.approx(layer.saved_bytes, rel=0.15)

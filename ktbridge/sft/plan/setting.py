@@ -340,15 +340,12 @@ def _linear_attention(text: Mapping[str, Any], width: int, kernels: bool) -> tup
     return kept, 4 * heads * (2 * key + 2 * value + 2 * _DELTA_CHUNK)
 
 
-def saved_bytes(
-    sizes: ExpertSizes, tokens: int, retain: bool, strips: float | None = None, doubles: float | None = None
-) -> int:
-    """Return what ``MoELoRAExperts.saved_bytes`` will be, for ``strips`` and ``doubles`` of tokens.
+def saved_bytes(sizes: ExpertSizes, tokens: int, retain: bool) -> int:
+    """Return what ``MoELoRAExperts.saved_bytes`` will be, with a router that spreads ``tokens`` at random.
 
-    Where they aren't given, those of a router that spreads ``tokens`` at random. "retain" keeps g and u,
-    both activations keep the three thin products.
+    "retain" keeps g and u, both activations keep the three thin products.
     """
-    return _memory(sizes, tokens, retain, strips, doubles).saved
+    return _memory(sizes, tokens, retain).saved
 
 
 def host_bytes(sizes: ExpertSizes, tokens: int, retain: bool, threads: int) -> int:
@@ -375,12 +372,9 @@ def blocks(sizes: ExpertSizes, tokens: int, width: int) -> float:
     return sizes.experts * expected
 
 
-def _memory(
-    sizes: ExpertSizes, tokens: int, retain: bool, strips: float | None = None, doubles: float | None = None
-) -> _kernels.Memory:
-    strips = blocks(sizes, tokens, _kernels.STRIP) if strips is None else strips
-    doubles = blocks(sizes, tokens, _kernels.DOUBLE) if doubles is None else doubles
-    load = _kernels.Load(tokens * sizes.top_k, round(strips), round(doubles))
+def _memory(sizes: ExpertSizes, tokens: int, retain: bool) -> _kernels.Memory:
+    strips, doubles = (round(blocks(sizes, tokens, n)) for n in (_kernels.STRIP, _kernels.DOUBLE))
+    load = _kernels.Load(tokens * sizes.top_k, strips, doubles)
     keep = _kernels.Keep.retain if retain else _kernels.Keep.recompute
     return _kernels.pass_memory(sizes.hidden, sizes.inner, sizes.rank, load, keep)
 
