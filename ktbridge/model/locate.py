@@ -121,13 +121,8 @@ def module_weights(checkpoint: Checkpoint, module: str) -> tuple[str, ...]:
         rest = module.removeprefix(head)
     if head not in PREFIXES:
         return ()
-    found: dict[str, None] = {}
-    for prefix in PREFIXES:
-        for tail in _spellings(rest):
-            name = stored_as(checkpoint, f"{prefix}{layers}{tail}")
-            if name:
-                found[name] = None
-    return tuple(found)
+    stems = (f"{prefix}{layers}{tail}" for prefix in PREFIXES for tail in _spellings(rest))
+    return tuple(dict.fromkeys(name for stem in stems if (name := stored_as(checkpoint, stem))))
 
 
 def _spellings(path: str) -> list[str]:
