@@ -163,7 +163,8 @@ def _same_values(source: Adapter, adapter: Adapter, scale: float) -> Iterator[Pr
             else:
                 yield problem("KTB504", where, f"differs from {source.path}")
             break
-        _release(source, adapter)
+        for file in (*source.files, *adapter.files):
+            file.release()
     for key in sorted(source.nonexpert.keys() & adapter.nonexpert.keys()):
         one, other = source.nonexpert[key], adapter.nonexpert[key]
         factor = 1.0
@@ -233,9 +234,3 @@ def _same(source: TensorRef, served: TensorRef, half: str, factor: float) -> boo
     wanted, now = (as_float32(x, served.dtype) for x in (bytes_of(bits), served.view()))
     near = np.array_equal(wanted, now) or (not exact and np.allclose(now, wanted, rtol=1e-6))
     return bool(near)
-
-
-def _release(*adapters: Adapter) -> None:
-    for adapter in adapters:
-        for file in adapter.files:
-            file.release()
