@@ -80,10 +80,8 @@ def _loaded(adapter: Adapter, ours: set[str], use: Use) -> Iterator[Problem]:
 
 
 def _not_merged(adapter: Adapter, ours: set[str]) -> Iterator[Problem]:
-    found, step = (
-        "is no part of the adapter, and not merged",
-        "merge it by what saved it, if the model needs it",
-    )
+    found = "is no part of the adapter, and not merged"
+    step = "merge it by what saved it, if the model needs it"
     for path in sorted(adapter.path.glob("*.safetensors")):
         if path.name not in ours and not _OF_A_CHECKPOINT.fullmatch(path.name):
             yield problem("KTB007", str(path), found, severity="warning", next_step=step)
