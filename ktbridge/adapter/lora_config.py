@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MAX_ALPHA, Adapter, is_number
-from ktbridge.adapter.keys import Key
+from ktbridge.adapter.keys import Key, is_named
 from ktbridge.adapter.numbers import Numbers, common_numbers
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
@@ -89,9 +89,7 @@ def module_numbers(config: Mapping[str, object], module: str) -> Numbers:
     parameters = config.get("target_parameters")
     named = parameters if isinstance(parameters, list) else []
     weight = f"{module}.weight"
-    if any(weight == name or weight.endswith(f".{name}") for name in named):
-        return peft_numbers(config, weight)
-    return peft_numbers(config, module)
+    return peft_numbers(config, weight if any(is_named(name, weight) for name in named) else module)
 
 
 def patterns_of(config: Mapping[str, object], field: str) -> list[tuple[re.Pattern[str], object]]:
