@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 
-class Pair:
+class Pair(NamedTuple):
     """A and B of one parameter of one layer, as stored."""
 
-    def __init__(self, a: Part, b: Part) -> None:
-        self.a, self.b = a, b
+    a: Part
+    b: Part
 
     @property
     def columns(self) -> int:
