@@ -26,7 +26,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -302,11 +302,8 @@ class QuantizedStorage(Storage):
 class Fp8Storage(QuantizedStorage):
     """Float8 e4m3fn in blocks; ``powers``: scales are powers of two."""
 
+    label: ClassVar[str] = "FP8"
     powers: bool = False
-
-    @property
-    def label(self) -> str:
-        return "FP8"
 
     def steps(self, rows: Rows) -> Floats:
         return E4M3_STEPS[rows.codes] * np.abs(self._spread(rows.by_row(rows.scales)))
@@ -405,9 +402,7 @@ class IntegerStorage(QuantizedStorage):
 class Mxfp4Storage(Storage):
     """Float4 e2m1 in groups of 32; it is read, not written."""
 
-    @property
-    def label(self) -> str:
-        return "MXFP4"
+    label: ClassVar[str] = "MXFP4"
 
     def decode(self, rows: Rows) -> Floats:
         with np.errstate(over="ignore", invalid="ignore"):  # as the scales are
