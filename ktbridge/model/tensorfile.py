@@ -238,7 +238,7 @@ def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
         _fail(path, "has a __metadata__ that is not a table of strings")
     entries = [_parse_entry(path, name, value, 8 + length) for name, value in header.items()]
     # Ties are sorted by end, so that empty tensors precede the tensor with the same start.
-    entries.sort(key=_START_END)
+    entries.sort(key=itemgetter(3, 4))
     position = 8 + length
     for entry in entries:
         if entry.start != position:
@@ -250,9 +250,6 @@ def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
     if position < size:
         _fail(path, f"has {size - position} bytes that belong to no tensor at its end")
     return TensorFile(path, {entry.name: entry for entry in entries}, metadata, stamp)
-
-
-_START_END = itemgetter(3, 4)
 
 
 def _no_constant(text: str) -> NoReturn:
