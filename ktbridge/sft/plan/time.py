@@ -429,7 +429,12 @@ def pace_on_gpu(setting: RunSetting, scored: Scored, costs: Costs) -> PredictedP
     update = costs.alone_in_update(scored.placement) * sizes.layers * sizes.lora
     whole = step - update - costs.others
     experts = max(0.0, whole - setting.micro_batches * _outside(setting, costs))
-    return _pace(setting, step, whole, experts, _how_on_gpu(scored, costs))
+    how = (
+        f"measured: one layer's experts on the GPU, the link at {costs.link / 1e9:.0f} GB/s, some layers "
+        f"without their experts, the loss; a step is bound by {scored.seconds.bound}; assumed: weights are "
+        "transferred beside all the rest"
+    )
+    return _pace(setting, step, whole, experts, how)
 
 
 def _outside(setting: RunSetting, costs: Costs) -> float:
@@ -472,14 +477,6 @@ def _saves(setting: RunSetting) -> int:
 def _tokens(setting: RunSetting) -> int:
     """Return the tokens of a micro-batch that are computed, as rows are on average."""
     return max(1, round(min(setting.batch.rows, setting.step_rows * setting.sides) * setting.lengths.mean))
-
-
-def _how_on_gpu(scored: Scored, costs: Costs) -> str:
-    return (
-        f"measured: one layer's experts on the GPU, the link at {costs.link / 1e9:.0f} GB/s, some layers "
-        f"without their experts, the loss; a step is bound by {scored.seconds.bound}; assumed: weights are "
-        "transferred beside all the rest"
-    )
 
 
 def _how(
