@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,7 +213,10 @@ def plan_convert(raw_dir: PathLike, **options: Unpack[ConvertOptions]) -> Conver
     halves = {"experts": bool(adapter.experts), "nonexpert": bool(adapter.nonexpert)}
     findings += check_halves(where, paths, **halves)
     findings += peft_findings(where, adapter.nonexpert_modules(), paths)
-    needed = _needed(adapter, paths)
+    experts, nonexpert = adapter.blocks()
+    # An expert output needs no non-expert tensors, and so on.
+    needed = [] if {*paths} == {"nonexpert"} else [*experts.values()]
+    needed += [] if {*paths} == {"expert"} else nonexpert.values()
     bytes_in = sum(block.nbytes for block in needed)
     if dtype == "bf16":
         findings += _rounded(where, needed)
@@ -243,15 +246,6 @@ def read_raw_form(request: Request, to: str) -> tuple[Adapter, list[Problem]]:
     if request.lora_alpha is not None and request.format not in _SCALED:
         findings += _override(adapter, request.lora_alpha)
     return adapter, findings
-
-
-def _needed(adapter: Adapter, layouts: Collection[str]) -> list[Block]:
-    """The tensors that these outputs need: an expert output no non-expert ones, and so on."""
-    experts, nonexpert = adapter.blocks()
-    return [
-        *(experts.values() if {*layouts} != {"nonexpert"} else ()),
-        *(nonexpert.values() if {*layouts} != {"expert"} else ()),
-    ]
 
 
 def _foreign_modules(adapter: Adapter) -> Iterator[Problem]:
