@@ -141,9 +141,8 @@ class ConvertReport:
 
     def as_dict(self) -> dict[str, object]:
         """The report as JSON-ready values."""
-        table = {name: getattr(self, name) for name in self.__dataclass_fields__}
         findings = [finding.as_dict() for finding in self.findings]
-        return {**table, "outputs": list(self.outputs), "findings": findings}
+        return {**vars(self), "outputs": list(self.outputs), "findings": findings}
 
 
 def convert_adapter(

@@ -116,9 +116,8 @@ class MergeReport:
 
     def as_dict(self) -> dict[str, object]:
         """The report as JSON-ready values."""
-        table = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {
-            **table,
+            **vars(self),
             "modules": list(self.modules),
             "losses": [loss.as_dict() for loss in self.losses],
             "left_out": list(self.left_out),
