@@ -158,10 +158,10 @@ def _patterns(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
     ranks = [module for module, own in modules.items() if own.rank != usual.rank]
     alphas = [module for module, own in modules.items() if own.alpha != usual.alpha]
     if ranks:
-        found = f"rank_pattern gives {ranks[0]} rank {modules[ranks[0]].rank}{_and_more(ranks, 'modules')}"
+        found = f"rank_pattern gives {ranks[0]} rank {modules[ranks[0]].rank}{_and_more(ranks)}"
         yield problem("KTB108", where, found[:300], f"r, {usual.rank}", next_step=step)
     if alphas:
-        found = f"alpha_pattern gives {alphas[0]} another alpha{_and_more(alphas, 'modules')}"
+        found = f"alpha_pattern gives {alphas[0]} another alpha{_and_more(alphas)}"
         yield problem("KTB109", where, found[:300], next_step=step)
 
 
@@ -236,7 +236,7 @@ def _targets(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
             if not any(end in named for path in paths for end in _ends(path))
         )
         if stray:
-            found = f"does not target {stray[0]}" + _and_more(stray, "modules")
+            found = f"does not target {stray[0]}" + _and_more(stray)
             expected, step = "every adapted module in target_modules", convert_step(adapter)
             yield problem("KTB118", where, found, expected, next_step=step)
     elif not is_foreign(adapter):
@@ -299,8 +299,8 @@ def _untargeted(adapter: Adapter, where: str, targets: list[str]) -> Iterator[Pr
     if stray:
         found = f"does not target {stray[0]}, which tensors are there for"
         expected = "every adapted module in target_modules"
-        yield problem("KTB121", where, found + _and_more(stray, "modules"), expected)
+        yield problem("KTB121", where, found + _and_more(stray), expected)
 
 
-def _and_more(items: list[str], noun: str) -> str:
-    return f" (and {len(items) - 1} more {noun})" if len(items) > 1 else ""
+def _and_more(modules: list[str]) -> str:
+    return f" (and {len(modules) - 1} more modules)" if len(modules) > 1 else ""
