@@ -20,9 +20,9 @@ KTB910 and KTB911.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter
 from ktbridge.adapter.checks import Use
@@ -189,7 +189,7 @@ def expert_pairs(adapter: Adapter, layer: int) -> dict[str, dict[int, Pair]]:
 
 def _fused(
     checkpoint: Checkpoint,
-    settings: dict[str, Any],
+    settings: Mapping[str, object],
     home: ExpertHome,
     names: tuple[str, ...],
     layer: int,
@@ -282,7 +282,7 @@ def _rest(
 
 
 def _plain(
-    checkpoint: Checkpoint, settings: dict[str, Any], stem: str, label: str, layer: int, pair: Pair
+    checkpoint: Checkpoint, settings: Mapping[str, object], stem: str, label: str, layer: int, pair: Pair
 ) -> Problem | tuple[str, Delta]:
     """The delta of one weight [out, in]."""
     weight = _usable(checkpoint, settings, stem)
@@ -299,7 +299,7 @@ def _plain(
     return checkpoint.shard(name), delta
 
 
-def _usable(checkpoint: Checkpoint, settings: dict[str, Any], stem: str) -> Storage | Problem:
+def _usable(checkpoint: Checkpoint, settings: Mapping[str, object], stem: str) -> Storage | Problem:
     """The weight of ``stem``, or why no delta can be added to it; ``settings``: of quantization."""
     names = module_weights(checkpoint, stem)
     if not names:

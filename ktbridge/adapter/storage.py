@@ -441,7 +441,7 @@ def _e8m0(powers: NDArray[np.uint8]) -> Floats:
     return np.where(powers == 255, np.float32(np.nan), scales)
 
 
-def find_storage(checkpoint: Checkpoint, name: str, settings: Mapping[str, Any]) -> Storage | None:
+def find_storage(checkpoint: Checkpoint, name: str, settings: Mapping[str, object]) -> Storage | None:
     """Return the weight whose values or codes are the tensor ``name``; None if it is none that is read.
 
     ``settings`` is config.json's quantization_config. Raises KtbridgeError where codes and scale don't fit
@@ -471,7 +471,7 @@ def _mxfp4(checkpoint: Checkpoint, blocks: Entry, name: str) -> Storage:
     return Mxfp4Storage(blocks, shape, scale, (1, MXFP4_GROUP))
 
 
-def _fp8(checkpoint: Checkpoint, entry: Entry, name: str, settings: Mapping[str, Any]) -> Storage:
+def _fp8(checkpoint: Checkpoint, entry: Entry, name: str, settings: Mapping[str, object]) -> Storage:
     block = _block(settings)
     scale = _scale(checkpoint, entry, name)
     *stack, out, width = entry.shape if len(entry.shape) > 1 else (0, 0)
@@ -523,7 +523,7 @@ def _group(width: int, count: int) -> int:
     return width // count if count and width % count == 0 else 0
 
 
-def _block(settings: Mapping[str, Any]) -> tuple[int, int]:
+def _block(settings: Mapping[str, object]) -> tuple[int, int]:
     """Rows and columns of an FP8 block: what config.json says, else DeepSeek-V3's."""
     said = settings.get("weight_block_size") or [128, 128]
     if type(said) is not list or len(said) != 2 or not all(type(size) is int and size > 0 for size in said):
