@@ -34,26 +34,6 @@ class Encoded:
     by_assistant: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Pretrained:
-    """The result of training: losses in nats per assistant token, expert_share [layer][E]."""
-
-    first_loss: float
-    loss: float
-    tokens: int
-    losses: tuple[float, ...]
-    expert_share: tuple[tuple[float, ...], ...]
-
-    def as_dict(self) -> dict[str, object]:
-        return {
-            "first_loss": round(self.first_loss, 4),
-            "loss": round(self.loss, 4),
-            "tokens": self.tokens,
-            "losses": [round(value, 4) for value in self.losses],
-            "expert_share": [[round(value, 4) for value in row] for row in self.expert_share],
-        }
-
-
 def encode(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerFast) -> list[Encoded]:
     """Conversations as ids through the chat template, with the assistant's tokens marked."""
     batch: Any = tokenizer.apply_chat_template(
@@ -70,8 +50,11 @@ def pretrain(
     data: Sequence[Encoded],
     recipe: TinyRecipe,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Pretrained:
-    """Train ``model`` (float32, in place) for ``recipe.steps`` optimizer steps of AdamW."""
+) -> dict[str, object]:
+    """Train ``model`` (float32, in place) for ``recipe.steps`` optimizer steps of AdamW.
+
+    Return what the demo's record has of it: losses in nats per assistant token, expert_share [layer][E].
+    """
     # Fastest of transformers' implementations on a CPU for batches of this size.
     model.set_experts_implementation("grouped_mm")
     decay = [parameter for parameter in model.parameters() if parameter.ndim > 1]
@@ -113,13 +96,13 @@ def pretrain(
     model.eval()
     tail = losses[-20:]
     shares = torch.stack(routed).mean(0).tolist()
-    return Pretrained(
-        first_loss=losses[0],
-        loss=sum(tail) / len(tail),
-        tokens=tokens,
-        losses=tuple(losses),
-        expert_share=tuple(tuple(row) for row in shares),
-    )
+    return {
+        "first_loss": round(losses[0], 4),
+        "loss": round(sum(tail) / len(tail), 4),
+        "tokens": tokens,
+        "losses": [round(value, 4) for value in losses],
+        "expert_share": [[round(value, 4) for value in row] for row in shares],
+    }
 
 
 def _schedule(step: int, recipe: TinyRecipe) -> float:

@@ -79,7 +79,7 @@ def _build(work: Path, recipe: TinyRecipe, on_progress: OnProgress | None) -> di
     conversations = base_conversations(recipe.seed)[: recipe.conversations]
     tokenizer = train_tokenizer(conversations, recipe.vocab_size)
     model = _new_model(recipe, tokenizer)
-    result = pretrain(model, encode(conversations, tokenizer), recipe, on_progress)
+    trained = pretrain(model, encode(conversations, tokenizer), recipe, on_progress)
 
     model.bfloat16()
     model.generation_config = GenerationConfig(
@@ -92,7 +92,7 @@ def _build(work: Path, recipe: TinyRecipe, on_progress: OnProgress | None) -> di
         "conversations": len(conversations),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": round(time.perf_counter() - started, 1),
-        **result.as_dict(),
+        **trained,
     }
 
 
