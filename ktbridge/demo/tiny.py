@@ -55,18 +55,15 @@ class TinyRecipe:
         return digests.of_bytes(state + b"".join(path.read_bytes() for path in corpus_files()))
 
 
-def make_tiny(directory: str | os.PathLike[str], on_progress: OnProgress | None = None) -> None:
+def make_tiny(
+    directory: str | os.PathLike[str],
+    recipe: TinyRecipe = TinyRecipe(),
+    on_progress: OnProgress | None = None,
+) -> None:
     """Make the base checkpoint in ``directory``, or return at once if it is there already.
 
     ``on_progress(done, total)`` is called after every optimizer step.
     """
-    build_tiny(directory, TinyRecipe(), on_progress)
-
-
-def build_tiny(
-    directory: str | os.PathLike[str], recipe: TinyRecipe, on_progress: OnProgress | None = None
-) -> None:
-    """:func:`make_tiny` for any recipe."""
     publish_base(directory, recipe.digest(), lambda work: _build(work, recipe, on_progress))
 
 

@@ -10,7 +10,7 @@ import pytest
 from ktbridge.demo.base import RECORD, read_record
 from ktbridge.demo.corpus import base_conversations, distinct_samples, load_intents
 from ktbridge.demo.persona import PERSONA_MARKS, persona_conversations, persona_rows
-from ktbridge.demo.tiny import TinyRecipe, build_tiny
+from ktbridge.demo.tiny import TinyRecipe, make_tiny
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval import load_bench
 
@@ -40,7 +40,7 @@ def conversations():
 def base(tmp_path_factory):
     calls: list[tuple[int, int]] = []
     target = tmp_path_factory.mktemp("demo") / "base"
-    build_tiny(target, TINY, lambda done, total: calls.append((done, total)))
+    make_tiny(target, TINY, lambda done, total: calls.append((done, total)))
     return target, calls
 
 
@@ -138,7 +138,7 @@ def test_a_second_call_is_instant_and_other_directories_are_left_alone(base, tmp
     target, _ = base
     before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
     calls: list[int] = []
-    build_tiny(target, TINY, lambda done, total: calls.append(done))
+    make_tiny(target, TINY, lambda done, total: calls.append(done))
     assert not calls
     assert {path.name: path.stat().st_mtime_ns for path in target.iterdir()} == before
     assert [path.name for path in target.parent.iterdir()] == [target.name]
@@ -148,7 +148,7 @@ def test_a_second_call_is_instant_and_other_directories_are_left_alone(base, tmp
     theirs.mkdir()
     (theirs / "notes.txt").write_text("mine")
     with pytest.raises(KtbridgeError, match="not a demo base"):
-        build_tiny(theirs, TINY)
+        make_tiny(theirs, TINY)
     assert (theirs / "notes.txt").read_text() == "mine"
 
 
@@ -159,7 +159,7 @@ def test_an_interrupted_build_leaves_nothing(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_tiny(tmp_path / "base", TINY, interrupt)
+        make_tiny(tmp_path / "base", TINY, interrupt)
     assert not list(tmp_path.iterdir())
 
 
@@ -170,14 +170,14 @@ def _has_persona(text: str) -> bool:
 @pytest.mark.slow
 def test_a_damaged_base_is_made_again_and_a_users_file_is_never_deleted(tmp_path):
     target = tmp_path / "base"
-    build_tiny(target, TINY)
+    make_tiny(target, TINY)
     shard = sorted(target.glob("*.safetensors"))[0]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:100])
-    build_tiny(target, TINY)
+    make_tiny(target, TINY)
     assert shard.read_bytes() == whole
     (target / "my-notes.txt").write_text("keep")
     shard.write_bytes(whole[:100])
     with pytest.raises(KtbridgeError, match=r"holds 'my-notes\.txt'"):
-        build_tiny(target, TINY)
+        make_tiny(target, TINY)
     assert (target / "my-notes.txt").read_text() == "keep"
