@@ -12,8 +12,6 @@ import os
 import shutil
 import time
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,8 +68,13 @@ def make_mixture(
     if is_mixture_made(target):
         return
     require_room(target, ROOM, "the base model")
-    with _explained(target):
+    try:
         publish_base(target, recipe.digest(), lambda work: _build(work, recipe, wheel, on_progress))
+    except Exception as error:  # of a full disk safetensors has a kind of its own
+        number = error.errno if isinstance(error, OSError) else None
+        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+            raise full_disk(target.parent, ROOM, "the base model") from error
+        raise
     release_memory()  # 2 GB of weights, while the demo's commands run
 
 
@@ -161,15 +164,3 @@ def _build(work: Path, recipe: Copying, wheel: Path, on_progress: OnProgress | N
         "layers": mixture.config.num_hidden_layers,
         "seconds": round(time.perf_counter() - started, 1),
     }
-
-
-@contextmanager
-def _explained(target: Path) -> Iterator[None]:
-    """Raise the error of a full disk as one with a next step; safetensors has its own kind."""
-    try:
-        yield
-    except Exception as error:
-        number = error.errno if isinstance(error, OSError) else None
-        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise full_disk(target.parent, ROOM, "the base model") from error
-        raise
