@@ -10,8 +10,7 @@ made once for each adapter.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -391,18 +390,13 @@ def _with_changed_weight(layer: ParamWrapper) -> Forward:
         for slot in layer.lora_A
     }
 
-    @contextmanager
-    def weight_of(slot: str | None) -> Iterator[None]:
+    def forward(slot: str | None, *args: object, **kwargs: object) -> Output:
         module._parameters[name] = changed.get(slot, own)
         try:
-            yield
+            found: Output = module(*args, **kwargs)
         finally:
             module._parameters[name] = own
-
-    def forward(slot: str | None, *args: object, **kwargs: object) -> Output:
-        with weight_of(slot):
-            found: Output = module(*args, **kwargs)
-            return found
+        return found
 
     return forward
 
