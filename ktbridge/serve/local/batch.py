@@ -136,15 +136,12 @@ class Batch:
             if prefill.done < len(ask.prompt):
                 return
             self.pending = None
-            opening: list[Event] = []
-            if ask.sampling.prompt_logprobs:
-                opening.append(TextDelta("", tuple(prefill.entries)))
             rows = []
             for i in range(ask.n):
                 answer = AnswerStream(self.model.tokens, self.model.stop_ids, ask.sampling, i)
                 row = Row(ask, ask.first + i, answer, len(ask.prompt), prefill.shift)
-                for event in opening:
-                    ask.listener.deliver(row.choice, event)
+                if ask.sampling.prompt_logprobs:
+                    ask.listener.deliver(row.choice, TextDelta("", tuple(prefill.entries)))
                 if self._take(row, logits):
                     rows.append(row)
             if rows and prefill.cache is not None:
