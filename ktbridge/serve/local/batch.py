@@ -395,12 +395,8 @@ class Worker:
     def _wait_for_work(self) -> bool:
         """False once closed."""
         with self._changed:
-            self._changed.wait_for(self._has_work)
+            self._changed.wait_for(lambda: self._closed or self._waiting or self.running)
             return not self._closed
-
-    def _has_work(self) -> bool:
-        batch = self._batch
-        return bool(self._closed or self._waiting or batch.rows or batch.pending)
 
     def _next(self) -> Ask | None:
         """The next prompt (first in, first out), if there is room for it."""
