@@ -75,12 +75,9 @@ def create_app(
             _post("/v1/completions", CompletionRequest, service.completions, limits),
         ],
         middleware=[Middleware(CheckCaller, key=api_key)],
-        exception_handlers={
-            ApiError: _answer_error,
-            HTTPException: _answer_error,
-            ClientDisconnect: _answer_error,
-            Exception: _answer_error,
-        },
+        exception_handlers=dict.fromkeys(
+            (ApiError, HTTPException, ClientDisconnect, Exception), _answer_error
+        ),
         lifespan=lifespan,
     )
     app.state.worker = worker
