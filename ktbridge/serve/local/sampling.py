@@ -344,8 +344,7 @@ class StopScanner:
             self.stopped = True
             out, self._held = self._held[: min(found)], ""
             return out
-        keep = max(_overlap(self._held, stop) for stop in self._stops)
-        cut = len(self._held) - keep
+        cut = len(self._held) - max(_overlap(self._held, stop) for stop in self._stops)
         out, self._held = self._held[:cut], self._held[cut:]
         return out
 
@@ -357,10 +356,8 @@ class StopScanner:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that is a beginning of ``stop``."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
