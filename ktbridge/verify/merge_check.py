@@ -11,10 +11,11 @@ import os
 import re
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -365,9 +366,9 @@ class _PairSource:
     def __init__(self, adapter: Adapter | None, plan: UnitPlan) -> None:
         self.adapter = adapter
         self._units = {(unit.kind, unit.layer, unit.expert): unit for unit in plan.units}
-        self._held: OrderedDict[object, Pairs] = OrderedDict()
-        self._sketches: OrderedDict[object, list[tuple[int, Floats]]] = OrderedDict()
-        self._lock = threading.RLock()
+        self.unit_pairs = lru_cache(_PAIRS)(self._read_pairs)
+        self._sketches = lru_cache(4)(self._sketch_experts)
+        self._lock = threading.Lock()
 
     def numbers(self) -> tuple[int, float, float]:
         """Rank, alpha and scale of the first LoRA."""
@@ -382,24 +383,14 @@ class _PairSource:
         unit = self._units.get((kind, layer, expert))
         return unit is not None and all(unit.parts[n].pair is not None for n in numbers)
 
-    def unit_pairs(self, kind: str, layer: int, expert: int, numbers: tuple[int, ...]) -> Pairs:
+    def _read_pairs(self, kind: str, layer: int, expert: int, numbers: tuple[int, ...]) -> Pairs:
         """The LoRA of a unit's parts, one above the other."""
-        key = (kind, layer, expert, numbers)
-        with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                return self._held[key]
         blocks = []
         for number in numbers:
             pair = self._units[kind, layer, expert].parts[number].pair
             assert pair is not None
             blocks.append(read_factors(pair))
-        made = stack_pairs(blocks)
-        with self._lock:
-            self._held[key] = made
-            while len(self._held) > _PAIRS:
-                self._held.popitem(last=False)
-        return made
+        return stack_pairs(blocks)
 
     def experts(self, kind: str, layer: int) -> list[int]:
         return sorted(e for k, n, e in self._units if k == kind and n == layer and e >= 0)
@@ -409,17 +400,15 @@ class _PairSource:
 
     def layer_sketches(self, kind: str, layer: int, numbers: tuple[int, ...]) -> list[tuple[int, Floats]]:
         """The sketches of all experts of a layer."""
-        key = (kind, layer, numbers)
         with self._lock:  # others of the layer wait for them
-            if key not in self._sketches:
-                self._sketches[key] = [
-                    (expert, sketch_pair(self.unit_pairs(kind, layer, expert, numbers)))
-                    for expert in self.experts(kind, layer)
-                    if self.has(kind, layer, expert, numbers)
-                ]
-                while len(self._sketches) > 4:
-                    self._sketches.popitem(last=False)
-            return self._sketches[key]
+            return self._sketches(kind, layer, numbers)
+
+    def _sketch_experts(self, kind: str, layer: int, numbers: tuple[int, ...]) -> list[tuple[int, Floats]]:
+        return [
+            (expert, sketch_pair(self.unit_pairs(kind, layer, expert, numbers)))
+            for expert in self.experts(kind, layer)
+            if self.has(kind, layer, expert, numbers)
+        ]
 
 
 class _Others(Neighbors):
