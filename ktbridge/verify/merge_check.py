@@ -222,7 +222,10 @@ def _run(
 def _check_unit(unit: Unit, source: _PairSource) -> list[MatrixFinding]:
     if source.adapter is None:
         return [_compare_part(unit, part) for part in unit.parts]
-    judged = [_judge_part(part) for part in unit.parts]
+    judged = []
+    for part in unit.parts:
+        with PairReader(part.base, part.merged) as reader:
+            judged.append(_judge_part(part, reader))
     found = [_finding(unit, part, *each) for part, each in zip(unit.parts, judged, strict=True)]
     for n, part in enumerate(unit.parts):
         if judged[n][1] == merge_sums.CHANGED and part.pair is None and _is_four_bit(part):
@@ -265,13 +268,8 @@ def _finding(
     )  # fmt: skip
 
 
-def _judge_part(part: MatrixPart) -> tuple[Sums, str]:
+def _judge_part(part: MatrixPart, reader: PairReader) -> tuple[Sums, str]:
     """Read one matrix of both checkpoints once; what has the same bits throughout costs no arithmetic."""
-    with PairReader(part.base, part.merged) as reader:
-        return _judge_rows(part, reader)
-
-
-def _judge_rows(part: MatrixPart, reader: PairReader) -> tuple[Sums, str]:
     rows, columns = part.base.rows, part.base.columns
     factors = None if part.pair is None else Factors(*read_factors(part.pair))
     if factors is None or not factors.norm:
@@ -465,7 +463,7 @@ class _Others(Neighbors):
         if unit.layer < 0:
             return
         for layer in self._source.layers(unit.kind, unit.expert):
-            if layer != unit.layer and self._has(layer, unit.expert):
+            if layer != unit.layer and self._source.has(unit.kind, layer, unit.expert, self._numbers):
                 pairs = self._source.unit_pairs(unit.kind, layer, unit.expert, self._numbers)
                 if pairs.rows == own.rows and pairs.a.shape[1] == own.a.shape[1]:
                     yield layer, sketch_pair(pairs)
@@ -474,6 +472,3 @@ class _Others(Neighbors):
         unit = self._unit
         layer, expert = (unit.layer, number) if name == EXPERT else (number, unit.expert)
         return self._source.unit_pairs(unit.kind, layer, expert, self._numbers)
-
-    def _has(self, layer: int, expert: int) -> bool:
-        return self._source.has(self._unit.kind, layer, expert, self._numbers)
