@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -155,12 +155,12 @@ class View:
             return matrix.lines(self.first + first, self.first + last)
         picked = slice(self.first + first * self.step, self.first + (last - 1) * self.step + 1, self.step)
         if matrix.plain:  # narrow until it is picked
-            whole = _whole_raw(matrix)
+            (whole,) = _read_whole(matrix)
             part = whole[:, picked].T if self.turned else whole[picked]
             bits = scratch(f"{side} bits", part.shape, matrix.plain.bits)
             np.copyto(bits, part)
             return self.with_steps(self.widened(bits, side), side)
-        values, steps = _whole_lines(matrix)
+        values, steps = (each.astype(np.float32, copy=False) for each in _read_whole(matrix))
         if not self.turned:
             return WeightLines(values[picked], steps[picked])
         wide = np.broadcast_to(steps, values.shape)
@@ -331,34 +331,15 @@ def _sizes(shape: tuple[int, ...]) -> tuple[int, int, int]:
 _local = threading.local()
 
 
-def _whole_raw(matrix: CheckpointMatrix) -> NDArray[np.generic]:
-    """All values of a plain matrix, as stored."""
-    held = _holder(matrix, "raw")
-    if "raw" not in held:
-        held["raw"] = matrix.raw()
-    return held["raw"]
-
-
-def _whole_lines(matrix: CheckpointMatrix) -> WeightLines:
-    held = _holder(matrix, "lines")
-    if "values" not in held:
-        held["values"], held["steps"] = matrix.lines(0, matrix.rows)
-    return WeightLines(
-        held["values"].astype(np.float32, copy=False), held["steps"].astype(np.float32, copy=False)
-    )
-
-
-def _holder(matrix: CheckpointMatrix, kind: str) -> dict[str, NDArray[np.generic]]:
-    """This thread's store for a whole matrix; the oldest goes when there are too many."""
-    held: OrderedDict[tuple[str, str, int, str], dict[str, NDArray[np.generic]]]
-    if not hasattr(_local, "held"):
-        _local.held = OrderedDict()
-    held = _local.held
-    key = (str(matrix.checkpoint.path), matrix.entry.name, matrix.index, kind)
+def _read_whole(matrix: CheckpointMatrix) -> Sequence[NDArray[np.generic]]:
+    """All of a matrix that a thread keeps: values of a plain one, as stored, else values and steps."""
+    held: OrderedDict[object, Sequence[NDArray[np.generic]]]
+    held = _local.__dict__.setdefault("held", OrderedDict())
+    key = str(matrix.checkpoint.path), matrix.entry.name, matrix.index
     if key not in held:
-        held[key] = {}
-        while len(held) > _HELD:
+        while len(held) >= _HELD:
             held.popitem(last=False)
+        held[key] = (matrix.raw(),) if matrix.plain else matrix.lines(0, matrix.rows)
     held.move_to_end(key)
     return held[key]
 
