@@ -280,18 +280,9 @@ class ExpertViews:
             self.turned = turned and not (straight and coded)
             self._inner = down.rows if self.turned else down.columns
 
-    @property
-    def is_fused(self) -> bool:
-        return not self._home.names
-
-    @property
-    def interleaved(self) -> bool:
-        """Return whether gate and up alternate in what is stored."""
-        return self._home.interleaved and self.is_fused
-
     def view(self, projection: str, expert: int) -> View:
         """Raises KtbridgeError where the checkpoint lacks it or stores it in a way that isn't read."""
-        matrix = self._open(self._home.stem(projection, expert), expert if self.is_fused else 0)
+        matrix = self._open(self._home.stem(projection, expert), 0 if self._home.names else expert)
         if self._home.names:
             return View(matrix, matrix.rows)
         if projection == "down":
@@ -299,7 +290,7 @@ class ExpertViews:
         if expert >= matrix.count:
             raise KtbridgeError(f"{matrix.entry.name} of {self._checkpoint.path} has no expert {expert}")
         number = ("gate", "up").index(projection)
-        if self.interleaved:
+        if self._home.interleaved:  # gate and up alternate in what is stored
             return View(matrix, self._inner, number, 2, self.turned)
         return View(matrix, self._inner, number * self._inner, 1, self.turned)
 
