@@ -310,8 +310,6 @@ def whole_view(matrix: CheckpointMatrix) -> View:
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """The number of matrices, and rows and columns of each."""
-    if len(shape) == 2:
-        return 1, shape[0], shape[1]
     if len(shape) == 3:
         return shape[0], shape[1], shape[2]
     if len(shape) < 2:
