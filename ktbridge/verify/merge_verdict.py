@@ -305,26 +305,19 @@ def _with_adapter(
             )
         lost = f", of which {storages} kept {kept:.0%}" if kept < 0.99 else f" in {storages}"
         return APPLIED, f"all {total:,} matrices with LoRA are base + {check.scale:g}·B·A{lost}"
-    if len(counts) == 1:
-        (only,) = counts
-        if only == SCALE:
-            return SCALE, _scale_sentence(check, findings, f"all {total:,} matrices")
-        return only, f"all {total:,} matrices with LoRA: {MEANINGS[only]}{_how(groups, only)}"
-    if kinds <= {APPLIED, ROUNDED, *_PARTIAL}:
+    if len(counts) > 1 and kinds <= {APPLIED, ROUNDED, *_PARTIAL}:
         right = counts[APPLIED] + counts[ROUNDED]
         return (IN_PART, f"{right:,} of {total:,} matrices are applied; {_places(groups, kinds - {APPLIED})}")
-    wrong = [kind for kind, _ in counts.most_common() if kind not in (APPLIED, ROUNDED)]
-    if len(wrong) == 1:
-        if wrong[0] == SCALE:
-            scaled = [f for f in findings if f.verdict == SCALE]
-            where = _where(groups, SCALE)
-            return SCALE, _scale_sentence(check, scaled, f"{len(scaled):,} of {total:,} matrices ({where})")
-        places = _where(groups, wrong[0])
-        return wrong[0], (
-            f"{counts[wrong[0]]:,} of {total:,} matrices with LoRA ({places}): "
-            f"{MEANINGS[wrong[0]]}{_how(groups, wrong[0])}"
-        )
-    return SEVERAL, f"of {total:,} matrices with LoRA {_places(groups, set(wrong))}"
+    wrong, *more = kinds - {APPLIED, ROUNDED}
+    if more:
+        return SEVERAL, f"of {total:,} matrices with LoRA {_places(groups, {wrong, *more})}"
+    some, places = f"all {total:,} matrices", ""
+    if len(counts) > 1:
+        some, places = f"{counts[wrong]:,} of {total:,} matrices", f" ({_where(groups, wrong)})"
+    if wrong == SCALE:
+        scaled = [finding for finding in findings if finding.verdict == SCALE]
+        return SCALE, _scale_sentence(check, scaled, some + places)
+    return wrong, f"{some} with LoRA{places}: {MEANINGS[wrong]}{_how(groups, wrong)}"
 
 
 def _places(groups: tuple[MatrixGroup, ...], kinds: Iterable[str]) -> str:
