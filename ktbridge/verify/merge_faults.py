@@ -239,21 +239,18 @@ def _by_left(evidence: Evidence) -> Iterator[MergeFault]:
     if len(pairs.rows) == 2 and pairs.rows[0] == pairs.rows[1]:
         inner = pairs.rows[0]
         yield fit(SWAPPED, np.concatenate((pairs.b[inner:], pairs.b[:inner])))
-        for parts in (2, 4, 8, 16, 32, inner):
-            if inner % parts or parts > inner:
-                continue
-            order = tensor_parallel_order(inner, parts)
-            name = INTERLEAVED if parts == inner else ORDER
-            detail = f"gate and up in slices of {parts} ranks, [g0 u0 g1 u1 …]"
-            if parts == inner:
-                detail = "gate and up alternate, and should be one after the other"
-            yield fit(name, pairs.b[order], detail)
-            back = np.argsort(order)
-            if parts == inner:
-                detail = "gate and up one after the other, and should alternate"
-            else:
+        for parts in (2, 4, 8, 16, 32):
+            if inner % parts == 0 and parts < inner:
+                order = tensor_parallel_order(inner, parts)
+                detail = f"gate and up in slices of {parts} ranks, [g0 u0 g1 u1 …]"
+                yield fit(ORDER, pairs.b[order], detail)
                 detail = f"gate and up as if they came in slices of {parts} ranks"
-            yield fit(name, pairs.b[back], detail)
+                yield fit(ORDER, pairs.b[np.argsort(order)], detail)
+        order = tensor_parallel_order(inner, inner)
+        detail = "gate and up alternate, and should be one after the other"
+        yield fit(INTERLEAVED, pairs.b[order], detail)
+        detail = "gate and up one after the other, and should alternate"
+        yield fit(INTERLEAVED, pairs.b[np.argsort(order)], detail)
     yield from _some_ranks(evidence, left, gram)
     energy = np.einsum("ij,jk,ik->i", pairs.b, gram, pairs.b)
     products = np.einsum("ij,ij->i", left, pairs.b, dtype=np.float64)
