@@ -360,17 +360,16 @@ def _read_half(half: str, vector: Sequence[float], arm: ArmReading, references: 
         reason = "this half changes nothing: its B is zero"
     elif separation < CLEAR_OF_NOISE * noise:
         reason = "its effect on these prompts drowns in the noise floor"
-    elif far - near >= NEAR * separation and near <= NEAR * separation:
-        if abs(share - 1) <= SHARE:
-            verdict, reason = "applied", f"served logprobs are the {have} reference's, not {lack}'s"
+    elif abs(far - near) >= NEAR * separation >= min(near, far):
+        right, one, other = (1, have, lack) if near < far else (0, lack, have)
+        if abs(share - right) <= SHARE:
+            verdict = "applied" if right else "not applied"
+            reason = f"served logprobs are the {one} reference's, not {other}'s"
         else:
-            reason = _partial(have, share, 1)
-    elif near - far >= NEAR * separation and far <= NEAR * separation:
-        if abs(share) <= SHARE:
-            verdict = "not applied"
-            reason = f"served logprobs are the {lack} reference's, not {have}'s"
-        else:
-            reason = _partial(lack, share, 0)
+            reason = (
+                f"served logprobs are near the {one} reference's and not the same: "
+                f"another scale? (share {share:.2f}, not {right})"
+            )
     elif min(near, far) > NEAR * separation:
         reason = (
             "served logprobs are far from every reference: another base, scale or template? "
@@ -379,10 +378,3 @@ def _read_half(half: str, vector: Sequence[float], arm: ArmReading, references: 
     else:
         reason = f"served logprobs lie between the references (share {share:.2f})"
     return HalfReading(half, verdict, reason, share, near, far, separation, noise)
-
-
-def _partial(reference: str, share: float, right: int) -> str:
-    return (
-        f"served logprobs are near the {reference} reference's and not the same: "
-        f"another scale? (share {share:.2f}, not {right})"
-    )
