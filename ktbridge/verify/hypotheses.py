@@ -161,7 +161,8 @@ class _Search:
 
     def _scales(self) -> list[Variant]:
         """The nearest scale's neighbors, at half the step of the round before, for each half by itself."""
-        best = self.nearest_scale()
+        scales = [variant for variant in self.tried if _kind(variant) == "scale"]
+        best = min(scales, key=lambda variant: self.distance[variant])
         self.step = math.sqrt(self.step)
         free = [half for half in self.facts.halves if getattr(best, half)]
         moves = itertools.product((1.0, self.step, 1 / self.step), repeat=len(free))
@@ -169,11 +170,6 @@ class _Search:
             best.scaled({half: getattr(best, half) * m for half, m in zip(free, move, strict=True)})
             for move in moves
         ]
-
-    def nearest_scale(self) -> Variant:
-        """The nearest to the served logprobs among those that differ from the right variant in scale only."""
-        scales = [variant for variant in self.tried if _kind(variant) == "scale"]
-        return min(scales, key=lambda variant: self.distance[variant])
 
     def _layers(self) -> list[Variant]:
         """Parts of the layer group whose absence has the same direction as the missing effect."""
