@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
@@ -309,14 +310,12 @@ def _moved(rows: Sequence[MatrixRow], readings: Sequence[Reading], base: str | N
 def _alike(readings: Sequence[Reading]) -> Iterator[Problem]:
     """KTV024 for each two columns that are no farther apart than noise."""
     references = readings[0].references
-    columns = list(references.logprobs)
-    for number, one in enumerate(columns):
-        for other in columns[number + 1 :]:
-            apart = mean_distance(references.logprobs[one], references.logprobs[other])
-            limit = CLEAR_OF_NOISE * max(references.noise[one], references.noise[other])
-            if apart < limit:
-                found = f"{apart:.3g} nats apart"
-                yield problem("KTV024", f"{one} and {other}", found, f"at least {limit:.3g}")
+    for one, other in combinations(references.logprobs, 2):
+        apart = mean_distance(references.logprobs[one], references.logprobs[other])
+        limit = CLEAR_OF_NOISE * max(references.noise[one], references.noise[other])
+        if apart < limit:
+            found = f"{apart:.3g} nats apart"
+            yield problem("KTV024", f"{one} and {other}", found, f"at least {limit:.3g}")
 
 
 def _listed(words: Sequence[str]) -> str:
