@@ -167,13 +167,13 @@ class LayerwiseModel:
                     continue
                 rows, choice = torch.where(index == expert)
                 call = ExpertCall(layer, expert, "gate_up", hidden[rows], rows, len(hidden))
-                bias = reader.biases(expert, torch.float32)
-                y = self._product(call.x, reader.gate_up(expert, torch.float32), bias[0])
+                bias = reader.biases(expert)
+                y = self._product(call.x, reader.gate_up(expert), bias[0])
                 y = self.add_to_expert(call, y)
                 if not module.is_concatenated:  # its own gating takes them so
                     y = torch.stack(y.chunk(2, -1), -1).flatten(-2)
                 x = module._apply_gate(y)
-                y = self._product(x, reader.down(expert, torch.float32), bias[1])
+                y = self._product(x, reader.down(expert), bias[1])
                 y = self.add_to_expert(call._replace(part="down", x=x), y)
                 out.index_add_(0, rows, (y * weights[rows, choice, None]).to(out.dtype))
             return out

@@ -104,11 +104,6 @@ class WeightReader:
             return torch.from_numpy(values).to(dtype)
         return self.whole(name, dtype)[part]
 
-    def expert(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        """One expert's matrix of fused experts, which may be MXFP4, as it lies, in ``dtype``."""
-        blocks = f"{name}_blocks"
-        return self.rows(blocks if blocks in self.checkpoint else name, expert, dtype)
-
     def release(self) -> None:
         """Release the mapped pages that were read."""
         for shard in self._touched:
@@ -130,7 +125,10 @@ class WeightReader:
 
 
 class ExpertReader:
-    """The routed experts of one layer, one at a time: gate_up [2I, H] (gate rows first), down [H, I]."""
+    """The routed experts of one layer, one at a time: gate_up [2I, H] (gate rows first), down [H, I].
+
+    All in float32.
+    """
 
     def __init__(self, reader: WeightReader, config: ModelConfig, layer: int) -> None:
         home = expert_home(reader.checkpoint, config, layer)
@@ -144,31 +142,31 @@ class ExpertReader:
             shape = reader.shape(reader.find(home.stem("gate", 0)) or "")
             self._turned = shape != (self.count, 2 * self.inner, self.hidden)
 
-    def gate_up(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    def gate_up(self, expert: int) -> torch.Tensor:
         if not self._home.names:
-            return self._gate_first(self._fused("gate", expert, dtype))
-        return torch.cat([self._single(name, expert, dtype) for name in ("gate", "up")])
+            return self._gate_first(self._matrix("gate", expert))
+        return torch.cat([self._matrix(name, expert) for name in ("gate", "up")])
 
-    def down(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        if not self._home.names:
-            return self._fused("down", expert, dtype)
-        return self._single("down", expert, dtype)
+    def down(self, expert: int) -> torch.Tensor:
+        return self._matrix("down", expert)
 
-    def _fused(self, projection: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        weight = self._reader.expert(self._home.stem(projection, expert), expert, dtype)
-        return weight.T if self._turned else weight
-
-    def biases(self, expert: int, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
+    def biases(self, expert: int) -> Sequence[torch.Tensor | None]:
         """Biases of gate and up together [2I] (gate first) and of down [H], or None."""
         if self._home.names or f"{self._home.fused[0]}_bias" not in self._reader.checkpoint:
             return None, None
-        of_both, of_down = (self._reader.rows(f"{name}_bias", expert, dtype) for name in self._home.fused)
+        names = [f"{name}_bias" for name in self._home.fused]
+        of_both, of_down = (self._reader.rows(name, expert, torch.float32) for name in names)
         return [self._gate_first(of_both), of_down]
 
     def _gate_first(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.cat((rows[::2], rows[1::2])) if self._home.interleaved else rows
 
-    def _single(self, projection: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        name = f"{self._home.stem(projection, expert)}.weight"
-        packed = f"{name}_packed"
-        return self._reader.whole(packed if packed in self._reader.checkpoint else name, dtype)
+    def _matrix(self, projection: str, expert: int) -> torch.Tensor:
+        """One expert's matrix; fused ones may be MXFP4, and lie as they are stored."""
+        name = self._home.stem(projection, expert)
+        ends = (".weight_packed", ".weight") if self._home.names else ("_blocks", "")
+        name += ends[0] if name + ends[0] in self._reader.checkpoint else ends[1]
+        if self._home.names:
+            return self._reader.whole(name, torch.float32)
+        weight = self._reader.rows(name, expert, torch.float32)
+        return weight.T if self._turned else weight
