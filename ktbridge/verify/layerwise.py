@@ -53,6 +53,11 @@ class Weight(NamedTuple):
     stored: tuple[str, ...]
     dtype: torch.dtype
 
+    def put(self, tensor: torch.Tensor) -> None:
+        if self.attribute in self.owner._parameters:
+            tensor = nn.Parameter(tensor, requires_grad=False)
+        setattr(self.owner, self.attribute, tensor)
+
 
 class LayerwiseModel:
     """The language model in ``path``, run in ``dtype`` (float32 or bfloat16) on the CPU.
@@ -242,22 +247,15 @@ class LayerwiseModel:
 
     def _filler(self, weights: Sequence[Weight]) -> Callable[..., None]:
         def fill(*_: object) -> None:
-            for owner, attribute, stored, dtype in weights:
-                tensor = self.reader.joined(stored, dtype)
-                if attribute in owner._parameters:
-                    tensor = nn.Parameter(tensor, requires_grad=False)
-                setattr(owner, attribute, tensor)
+            for weight in weights:
+                weight.put(self.reader.joined(weight.stored, weight.dtype))
 
         return fill
 
     def _dropper(self, weights: Sequence[Weight], number: int) -> Callable[..., None]:
         def drop(*_: object) -> None:
             for weight in weights:
-                owner, attribute = weight.owner, weight.attribute
-                empty = torch.empty_like(getattr(owner, attribute), device="meta")
-                if attribute in owner._parameters:
-                    empty = nn.Parameter(empty, requires_grad=False)
-                setattr(owner, attribute, empty)
+                weight.put(torch.empty_like(getattr(weight.owner, weight.attribute), device="meta"))
             self.reader.release()
             self.on_layer(number + 1, self.num_layers)
 
