@@ -119,24 +119,13 @@ def _put_on(model: LayerwiseModel, adapters: Sequence[Adapter]) -> list[AdapterL
 
 def compute_references(
     model: ReferenceModel,
-    halves: tuple[bool, bool],
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> References:
-    """References of the variants that an adapter with these halves (expert, non-expert) makes.
-
-    With the noise floor of each: its mean |bfloat16 - float32|.
-    """
-    return compute_all_references(model, [halves], on_progress)[0]
-
-
-def compute_all_references(
-    model: ReferenceModel,
     halves: Sequence[tuple[bool, bool]],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[References]:
-    """References of each adapter of ``model`` as ``compute_references`` makes them, by one pass for all.
+    """References of the variants that each adapter of ``model`` makes, by one pass for all.
 
-    ``halves`` has an adapter's (expert, non-expert) each. The base is computed once.
+    With the noise floor of each: its mean |bfloat16 - float32|. ``halves`` has an adapter's (expert,
+    non-expert) each. The base is computed once.
     """
     keys = [
         (number, name)

@@ -124,7 +124,7 @@ def verify(
         base, adapter, [span.tokens for span in spans], [span.start for span in spans]
     )
     on_stage("computing references")
-    computed = compute_references(reference_model, halves, on_progress)
+    (computed,) = compute_references(reference_model, [halves], on_progress)
     references = {name: computed.at(of) for name, of in places.items()}
     means = name_references(*halves)
     served = {name: (means[arms[name]], answer.logprobs) for name, answer in asked.items()}

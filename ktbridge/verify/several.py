@@ -116,7 +116,7 @@ def verify_several(
     loader = AdapterLoader(server, entries, list(found.values())) if reload else None
 
     from ktbridge.experts.load_model import load_tokenizer
-    from ktbridge.verify.reference_model import ReferenceModel, compute_all_references
+    from ktbridge.verify.reference_model import ReferenceModel, compute_references
 
     tokenizer = load_tokenizer(base)
     prompts = fixed_prompts(tokenizer, read_model_config(base).vocab_size)
@@ -141,7 +141,7 @@ def verify_several(
         TOKENS_OF_ALL,
     )
     on_stage("computing references")
-    computed = compute_all_references(reference_model, [one.halves for one in served], on_progress)
+    computed = compute_references(reference_model, [one.halves for one in served], on_progress)
     spread = max((one.answer.spread for one in asked if one.answer.spread is not None), default=None)
     columns = _columns(served, computed)
     readings = [

@@ -29,7 +29,7 @@ class Bench:
         self.base, self.adapter, self.work = base, adapter, work
         self.prompts = fixed_prompts(load_tokenizer(base), 400)[:3]
         self.model = ReferenceModel(base, read_adapter(adapter), self.prompts)
-        self.references = compute_references(self.model, (True, True))
+        (self.references,) = compute_references(self.model, [(True, True)])
         self.passes = 0
 
     def changed(self, change: Callable[[Tensors], Mapping[str, torch.Tensor]]) -> Path:
