@@ -43,6 +43,7 @@ TEXTS = (
     "小明把书放进书包，锁好门，慢慢地走回了家。",
 )
 SEED = 20_260
+LENGTH = 32
 
 
 def arms_to_ask(model: str, listed: Sequence[str], expert_model: str | None = None) -> dict[str, str]:
@@ -248,12 +249,10 @@ def adapter_facts(adapter: Adapter) -> AdapterFacts:
     )
 
 
-def fixed_prompts(
-    tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, random_prompts: int = 4, length: int = 32
-) -> list[list[int]]:
+def fixed_prompts(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[list[int]]:
     """The token sequences that are measured: the same ones for every server of one model.
 
-    ``random_prompts`` sequences of ``length`` ordinary token ids, and a few tokenized texts.
+    Four sequences of ``LENGTH`` ordinary token ids, and a few tokenized texts.
     """
     special = set(tokenizer.all_special_ids)
     size = min(vocab_size, len(tokenizer))
@@ -264,6 +263,6 @@ def fixed_prompts(
             "download both again",
         )
     draw = random.Random(SEED)
-    prompts = [draw.choices(ordinary, k=length) for _ in range(random_prompts)]
-    prompts += [tokenizer.encode(text, add_special_tokens=False)[: 2 * length] for text in TEXTS]
+    prompts = [draw.choices(ordinary, k=LENGTH) for _ in range(4)]
+    prompts += [tokenizer.encode(text, add_special_tokens=False)[: 2 * LENGTH] for text in TEXTS]
     return [prompt for prompt in prompts if len(prompt) > 1]
