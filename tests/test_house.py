@@ -19,7 +19,7 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 71_572,
+    "lines": 71_533,
     "modules": 296,
     "public names that several modules define": 11,
     "docstrings that begin with a relative clause": 5,

@@ -219,8 +219,7 @@ class Client:
         An API key that the server repeats is taken out. ``attempts`` instead of the client's own.
         """
         answer = await self._chat(request, attempts or self._attempts)
-        shown = map(self._hidden, (answer.text, answer.thinking, answer.detail))
-        text, thinking, detail = shown
+        text, thinking, detail = map(self._hidden, (answer.text, answer.thinking, answer.detail))
         return replace(answer, text=text, thinking=thinking, detail=detail)
 
     async def _chat(self, request: Body, attempts: int) -> Answer:

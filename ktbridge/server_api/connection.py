@@ -144,16 +144,12 @@ def _limits(seconds: float | None, most: int) -> dict[str, object]:
 
 _WHOLE = _limits(None, LONGEST_REPLY)
 _url = functools.lru_cache(maxsize=64)(httpx2.URL)
+# The certificates that are trusted: reading them takes longer than a hundred requests.
+_certificates = functools.cache(httpx2.create_ssl_context)
 
 
 def _line(text: object) -> str:
     return " ".join(str(text).split())[:200]
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """The certificates that are trusted: reading them takes longer than a hundred requests."""
-    return httpx2.create_ssl_context()
 
 
 async def _bound(response: httpx2.Response) -> None:

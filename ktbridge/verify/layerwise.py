@@ -24,6 +24,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.experts.load_model import make_skeleton, readable_load_errors
 from ktbridge.experts.modules import experts_modules
 from ktbridge.model import read_model_config
+from ktbridge.verify.verdict import Variant
 from ktbridge.verify.weight_reader import ExpertReader, WeightReader
 
 Forward = Callable[..., torch.Tensor]
@@ -62,7 +63,8 @@ class Weight(NamedTuple):
 class LayerwiseModel:
     """The language model in ``path``, run in ``dtype`` (float32 or bfloat16) on the CPU.
 
-    ``skeleton`` is transformers' model, for forward hooks. ``add_to_expert(call, y)`` gets every product of a
+    ``skeleton`` is transformers' model, for forward hooks. ``variants`` are those whose rows it computes, in
+    order, for all adapters on it. ``add_to_expert(call, y)`` gets every product of a
     routed expert and gives what goes on in its place, ``on_layer(done, all)`` is called after each decoder
     layer. Raises KtbridgeError for a model that does not load, lacks weights, or stores them in a form
     that isn't read here.
@@ -76,6 +78,7 @@ class LayerwiseModel:
         self.decoder_name = next(n for n, m in self.skeleton.named_modules() if m is self.decoder)
         self.num_layers = len(self.decoder.layers)
         self.experts: dict[int, ExpertReader] = {}
+        self.variants: Sequence[Variant] = ()
         self.add_to_expert: Callable[[ExpertCall, torch.Tensor], torch.Tensor] = lambda call, y: y
         self.add_to_head: Callable[[torch.Tensor, slice], torch.Tensor] | None = None
         self.on_layer: Callable[[int, int], None] = lambda done, whole: None

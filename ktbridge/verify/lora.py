@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,26 +43,16 @@ class _Finding(NamedTuple):
 SWAPPED = {"gate": "up", "up": "gate", "down": "down"}
 
 
-@dataclass
-class VariantBatch:
-    """The variants whose rows a model computes, in order; all adapters on one model share it."""
-
-    variants: Sequence[Variant] = ()
-
-
 class AdapterLora:
     """``adapter`` on ``model``: hooks that add ``scale · B (A x)`` to the rows of its variants present.
 
     The batch's first dimension is variant by variant, all of one size. A pair is read when its layer runs.
-    ``number`` is the adapter's in the variants; several on one model share a ``batch``.
+    ``number`` is the adapter's in the variants.
     Raises ProblemsError (KTV001) with every tensor that has no place in the model.
     """
 
-    def __init__(
-        self, model: LayerwiseModel, adapter: Adapter, number: int = 0, batch: VariantBatch | None = None
-    ) -> None:
+    def __init__(self, model: LayerwiseModel, adapter: Adapter, number: int) -> None:
         self._model, self._adapter, self._number = model, adapter, number
-        self._batch = batch or VariantBatch()
         self._pairs: dict[str, torch.Tensor] = {}  # the expert pairs of the layer that runs
         self._pairs_of = -1
         self._expert_scales: dict[str, dict[int, float]] = {}  # of that layer
@@ -94,12 +83,12 @@ class AdapterLora:
     @contextmanager
     def present(self, variants: Sequence[Variant]) -> Iterator[None]:
         """Context: these variants form the batch, in this order."""
-        self._batch.variants = variants
+        self._model.variants = variants
         self._unseen = set(self._hooked)
         try:
             yield
         finally:
-            self._batch.variants = ()
+            self._model.variants = ()
             self._pairs, self._pairs_of = {}, -1
         if self._unseen:  # not computed by the module's own forward
             raise KtbridgeError(
@@ -150,7 +139,7 @@ class AdapterLora:
         return [name for name in SWAPPED if (layer, name, "A") in self._adapter.experts]
 
     def _add_to_expert(self, call: ExpertCall, y: torch.Tensor) -> torch.Tensor:
-        variants = self._batch.variants
+        variants = self._model.variants
         if call.layer not in self._layers or not variants:
             return y
         self._read_layer(call.layer)
@@ -240,8 +229,8 @@ class AdapterLora:
             a, b = self._tensor(pair["A"]), self._tensor(pair["B"])
             for scale, x, y in zip(
                 self._scales(path, pair),
-                args[0].chunk(len(self._batch.variants)),
-                output.chunk(len(self._batch.variants)),
+                args[0].chunk(len(self._model.variants)),
+                output.chunk(len(self._model.variants)),
                 strict=True,
             ):
                 if scale:
@@ -259,15 +248,15 @@ class AdapterLora:
             own = module.weight
             assert isinstance(own, torch.Tensor)
             outputs: list[Output] = []
-            variants = self._batch.variants
+            variants = self._model.variants
             rows = zip(variants, self._scales(path, pair), hidden.chunk(len(variants)), strict=True)
             for variant, scale, x in rows:
                 changed = (own.float() + scale * (b @ a)).to(own.dtype) if scale else own
                 module.weight = nn.Parameter(changed, requires_grad=False)
-                self._batch.variants = (variant,)  # another adapter's LoRA on it gets these rows
+                self._model.variants = (variant,)  # another adapter's LoRA on it gets these rows
                 outputs.append(forward(x, *args, **kwargs))
             module.weight = own
-            self._batch.variants = variants
+            self._model.variants = variants
             if isinstance(outputs[0], torch.Tensor):
                 return torch.cat(outputs)  # type: ignore[arg-type]
             return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
@@ -280,7 +269,7 @@ class AdapterLora:
     def _scales(self, path: str, pair: dict[str, str]) -> list[float]:
         layer = match.group(1) if (match := LAYER.search(path)) else -1
         own = self._own_scale(pair)
-        return [self._scale(variant, "nonexpert", int(layer)) * own for variant in self._batch.variants]
+        return [self._scale(variant, "nonexpert", int(layer)) * own for variant in self._model.variants]
 
 
 def _delta(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

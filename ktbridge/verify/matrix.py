@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
 from ktbridge.server_api.served_names import BASE
+from ktbridge.verify.logprobs import ServedLogprobs
 from ktbridge.verify.verdict import CLEAR_OF_NOISE, References, Verification, mean_distance, read_arm
 
 BEFORE = "before"
@@ -46,19 +48,21 @@ STEADY = 4.0  # distances to what is right vary by less from one stage to anothe
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Logprobs of one served name at one stage, and the column that they should equal.
-
-    ``references`` are those of the columns on the same tokens.
-    """
+class StageAnswer:
+    """Logprobs that a server gave for a name at a stage; ``expected``: the column that they should equal."""
 
     stage: str
     model: str
     expected: str
-    logprobs: Sequence[float]
-    references: References
+    answer: ServedLogprobs
     generated: bool = False
-    spread: float | None = None
+
+
+class Reading(NamedTuple):
+    """An answer at a stage, and the ``references`` of the columns on the same tokens."""
+
+    asked: StageAnswer
+    references: References
 
 
 @dataclass(frozen=True)
@@ -175,59 +179,51 @@ def make_rows(readings: Sequence[Reading]) -> tuple[MatrixRow, ...]:
 
 
 def _read_row(reading: Reading) -> MatrixRow:
-    references = reading.references
+    asked, references = reading
+    answer = asked.answer
     arms = {
-        column: read_arm(reading.model, column, reading.logprobs, references)
-        for column in references.logprobs
+        column: read_arm(asked.model, column, answer.logprobs, references) for column in references.logprobs
     }
-    own = arms[reading.expected]
+    own = arms[asked.expected]
     fitting = [own.expected, own.nearest]
     return MatrixRow(
-        reading.stage,
-        reading.model,
-        reading.expected,
+        asked.stage,
+        asked.model,
+        asked.expected,
         own.distances,
         own.nearest,
         next((column for column in fitting if arms[column].as_expected), None),
-        len(reading.logprobs),
-        reading.generated,
-        reading.spread,
+        len(answer.logprobs),
+        asked.generated,
+        answer.spread,
     )
 
 
 def judge_names(
     verifications: Mapping[str, Verification], rows: Sequence[MatrixRow], paths: Mapping[str, str]
-) -> tuple[NameVerdict, ...]:
+) -> Iterator[NameVerdict]:
     """The verdict on each name (column), from its row alone and its check against its own adapter.
 
     ``paths``: name -> directory of its adapter.
     """
     alone = {row.expected: row for row in rows if row.stage == ONE_BY_ONE}
-    return tuple(
-        _judge_name(name, alone, verification, paths[name]) for name, verification in verifications.items()
-    )
-
-
-def _judge_name(
-    name: str, alone: Mapping[str, MatrixRow], verification: Verification, path: str
-) -> NameVerdict:
-    row = alone[name]
-    verdict, reason = str(verification.verdict), verification.reason
-    found = row.answers_as
-    if found == name:
-        reason = f"{row.distances[name]:.3g} nats from its own adapter; {reason}"
-    elif found is not None:
-        there = f"{row.distances[found]:.3g} nats from it, {row.distances[name]:.3g} from its own"
-        if found == BASE:
-            verdict, reason = "not applied", f"it answers as the base ({there})"
-        else:
-            verdict, reason = "another adapter", f"it answers as {found} ({there})"
-            if alone[found].answers_as == name:
-                reason += f", and {found} as {name}: the two are exchanged"
-    elif verdict == "applied":
-        verdict = "can't tell"
-        reason = f"{row.distances[name]:.3g} nats from its own adapter, more than noise explains"
-    return NameVerdict(name, row.model, path, verdict, reason, found, verification)
+    for name, verification in verifications.items():
+        row, found = alone[name], alone[name].answers_as
+        verdict, reason = str(verification.verdict), verification.reason
+        if found == name:
+            reason = f"{row.distances[name]:.3g} nats from its own adapter; {reason}"
+        elif found is not None:
+            there = f"{row.distances[found]:.3g} nats from it, {row.distances[name]:.3g} from its own"
+            if found == BASE:
+                verdict, reason = "not applied", f"it answers as the base ({there})"
+            else:
+                verdict, reason = "another adapter", f"it answers as {found} ({there})"
+                if alone[found].answers_as == name:
+                    reason += f", and {found} as {name}: the two are exchanged"
+        elif verdict == "applied":
+            verdict = "can't tell"
+            reason = f"{row.distances[name]:.3g} nats from its own adapter, more than noise explains"
+        yield NameVerdict(name, row.model, paths[name], verdict, reason, found, verification)
 
 
 def find_problems(
@@ -292,17 +288,17 @@ def _base_step(rows: Sequence[MatrixRow], base: str) -> str | None:
 
 def _moved(rows: Sequence[MatrixRow], readings: Sequence[Reading], base: str | None) -> Iterator[Problem]:
     """KTV021 for a base that is within bounds of its reference at every stage, and not the same."""
-    own = [r for r in readings if r.model == base and not r.generated]
     if base is None or not all(row.as_expected for row in rows if row.model == base):
         return
-    first = own[0]
-    floor = CLEAR_OF_NOISE * max(first.references.noise[BASE], *(r.spread or 0.0 for r in readings))
-    for reading in own[1:]:
-        if len(reading.logprobs) != len(first.logprobs):
+    first, *others = (r for r in readings if r.asked.model == base and not r.asked.generated)
+    before = first.asked.answer.logprobs
+    floor = CLEAR_OF_NOISE * max(first.references.noise[BASE], *(row.spread or 0.0 for row in rows))
+    for asked, _ in others:
+        if len(asked.answer.logprobs) != len(before):
             continue
-        away = mean_distance(reading.logprobs, first.logprobs)
+        away = mean_distance(asked.answer.logprobs, before)
         if away > floor:
-            where = f"{base}, {CHECK_STAGES[reading.stage]}"
+            where = f"{base}, {CHECK_STAGES[asked.stage]}"
             found = f"{away:.3g} nats from what it was before"
             yield problem("KTV021", where, found, f"at most {floor:.3g} nats")
 

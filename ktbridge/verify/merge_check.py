@@ -25,7 +25,7 @@ from ktbridge.adapter.checks.base import Base, check_identity
 from ktbridge.adapter.floats import Floats
 from ktbridge.adapter.merge_values import read_factors
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, list_names
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors, list_names
 from ktbridge.machine import own_cpus
 from ktbridge.model import Checkpoint, open_checkpoint, read_model_config, resolve_model
 from ktbridge.verify import merge_faults, merge_sums
@@ -132,7 +132,7 @@ def check_merge(
         check.problems += check_identity(adapter, known)
     plan = plan_units(sides[0], sides[1], adapter)
     check.problems += plan.problems
-    if any(item.severity == "error" for item in check.problems):
+    if has_errors(check.problems):
         raise ProblemsError(f"{merged_path} can't be compared with {base_path}", check.problems)
     check.problems += _unmatched(plan, sides[1])
     check.nbytes = plan.nbytes

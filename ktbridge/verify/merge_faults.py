@@ -187,10 +187,7 @@ def explain_change(evidence: Evidence, neighbors: Neighbors, project: Project) -
         for number in _likely(evidence, others()):
             candidate = Candidate(name, "", neighbors.pairs(name, number), number)
             found.append(_fit_pair(evidence, candidate, project))
-    best = _best(evidence, found)
-    if best is not None:
-        return best
-    return _unknown(evidence, found)
+    return _best(evidence, found) or _unknown(evidence, found)
 
 
 def sketch_pair(pairs: Pairs) -> Floats:
@@ -435,12 +432,6 @@ def _shares(evidence: Evidence) -> tuple[float, float]:
 
 def number_ranges(found: Iterable[int]) -> str:
     """Return "0-3, 6" of 0, 1, 2, 3, 6, which are in order."""
-    text: list[str] = []
-    start = previous = -2
-    for number in [*map(int, found), -2]:
-        if number != previous + 1 and start >= 0:
-            text.append(str(start) if start == previous else f"{start}-{previous}")
-        if number != previous + 1:
-            start = number
-        previous = number
-    return ", ".join(text)
+    numbers = np.fromiter(found, np.intp)
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs if len(run))

@@ -15,7 +15,7 @@ from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import LAYER, parse_key
 from ktbridge.adapter.merge_plan import ModulePair, Pair, check_pairs, expert_pairs, module_pairs
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.errors import KtbridgeError, Problem, has_errors
 from ktbridge.model import Checkpoint, ModelConfig
 from ktbridge.model.locate import expert_home
 from ktbridge.verify.stored_weights import SIDE, ExpertViews, View, find_tensor, open_matrix, whole_view
@@ -98,13 +98,13 @@ def plan_units(base: Side, merged: Side, adapter: Adapter | None) -> UnitPlan:
     of_modules: dict[str, ModulePair] = {}
     if adapter is not None:
         plan.problems += check_pairs(adapter, base.config)
-        if not any(item.severity == "error" for item in plan.problems):
+        if not has_errors(plan.problems):
             for item in module_pairs(adapter, base.checkpoint, base.config):
                 if isinstance(item, Problem):
                     plan.problems.append(item)
                 else:
                     of_modules[item.weight] = item
-    if any(item.severity == "error" for item in plan.problems):
+    if has_errors(plan.problems):
         return plan
     used: set[str] = set()
     prefixes: set[str] = set()

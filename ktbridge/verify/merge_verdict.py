@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ktbridge.codes import problem
 from ktbridge.document import Block, Phrase, Sentences, Table, TableRow, Tone
-from ktbridge.errors import Problem, list_names
+from ktbridge.errors import Problem, has_errors, list_names
 from ktbridge.files.sizes import size_text
 from ktbridge.verify.merge_check import MatrixFinding, MergeCheck
 from ktbridge.verify.merge_faults import (
@@ -109,8 +109,7 @@ class MergeVerdict:
 
     @property
     def ok(self) -> bool:
-        wrong = any(item.severity == "error" for item in self.problems)
-        return self.verdict in (APPLIED, DIFFERS) and not wrong
+        return self.verdict in (APPLIED, DIFFERS) and not has_errors(self.problems)
 
 
 def judge_merge(check: MergeCheck) -> MergeVerdict:

@@ -6,14 +6,14 @@ merged, all in float32. What lies between the last two is what rounding or requa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ktbridge.adapter import Adapter
 from ktbridge.experts.load_model import load_tokenizer
+from ktbridge.files.publish import OnProgress
 from ktbridge.model import read_model_config
-from ktbridge.verify.reference_model import ReferenceModel
+from ktbridge.verify.reference_model import ReferenceModel, part_of
 from ktbridge.verify.run import fixed_prompts
 from ktbridge.verify.verdict import Variant, mean_distance
 
@@ -35,7 +35,7 @@ def merge_distance(
     base: Path,
     merged: Path,
     adapter: Adapter,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> MergeDistance:
     """Compute it for the prompts that ``verify`` uses.
 
@@ -44,13 +44,11 @@ def merge_distance(
     vocabulary = read_model_config(base).vocab_size
     prompts = fixed_prompts(load_tokenizer(base), vocabulary)
     full = Variant(float(bool(adapter.experts)), float(bool(adapter.nonexpert)))
-
-    def half(before: int) -> Callable[[int, int], None]:
-        return lambda done, total: on_progress(before * total + done, 2 * total)
-
     reference = ReferenceModel(base, adapter, prompts)
-    plain, tuned = reference.logprobs([Variant(), full], on_progress=half(0))
-    (made,) = ReferenceModel(merged, adapter, prompts).logprobs([Variant()], on_progress=half(1))
+    plain, tuned = reference.logprobs([Variant(), full], on_progress=part_of(on_progress, 0, 2))
+    (made,) = ReferenceModel(merged, adapter, prompts).logprobs(
+        [Variant()], on_progress=part_of(on_progress, 1, 2)
+    )
     return MergeDistance(
         len(plain), mean_distance(tuned, plain), mean_distance(made, tuned), mean_distance(made, plain)
     )

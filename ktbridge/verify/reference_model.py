@@ -8,7 +8,7 @@ no more than a layer is in memory (``ktbridge.verify.layerwise``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,9 @@ import torch
 
 from ktbridge.adapter import Adapter
 from ktbridge.errors import Problem, ProblemsError
+from ktbridge.files.publish import OnProgress
 from ktbridge.verify.layerwise import LayerwiseModel
-from ktbridge.verify.lora import AdapterLora, VariantBatch
+from ktbridge.verify.lora import AdapterLora
 from ktbridge.verify.verdict import STANDARD, References, Variant, standard_variants
 
 TOKENS = 8192  # of all variants together, in one pass over the checkpoint
@@ -51,7 +52,7 @@ class ReferenceModel:
         self,
         variants: Sequence[Variant],
         dtype: torch.dtype = torch.float32,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: OnProgress = lambda done, total: None,
     ) -> list[list[float]]:
         """For each variant the natural logprob of each prompt's measured tokens, in order."""
         model, loras = self._at(dtype)
@@ -61,12 +62,7 @@ class ReferenceModel:
         parts = [variants[start : start + many] for start in range(0, len(variants), many)]
         found: list[list[float]] = []
         for number, part in enumerate(parts):
-            before, whole = number * model.num_layers, len(parts) * model.num_layers
-
-            def on_layer(done: int, _: int, before: int = before, whole: int = whole) -> None:
-                on_progress(before + done, whole)
-
-            model.on_layer = on_layer
+            model.on_layer = part_of(on_progress, number, len(parts))
             found += self._run(model, loras, part, torch.tensor(padded))
         return found
 
@@ -100,12 +96,17 @@ class ReferenceModel:
         return self._models[dtype]
 
 
+def part_of(on_progress: OnProgress, number: int, parts: int) -> OnProgress:
+    """Return what hears the progress of one of several equal ``parts``, for ``on_progress`` of the whole."""
+    return lambda done, total: on_progress(number * total + done, parts * total)
+
+
 def _put_on(model: LayerwiseModel, adapters: Sequence[Adapter]) -> list[AdapterLora]:
     """Put every adapter on ``model``. Raises ProblemsError with what has no place, of all of them."""
-    batch, loras, failed = VariantBatch(), [], []
+    loras, failed = [], []
     for number, adapter in enumerate(adapters):
         try:
-            loras.append(AdapterLora(model, adapter, number, batch))
+            loras.append(AdapterLora(model, adapter, number))
         except ProblemsError as error:
             failed.append(error)
     if len(failed) == 1:
@@ -120,7 +121,7 @@ def _put_on(model: LayerwiseModel, adapters: Sequence[Adapter]) -> list[AdapterL
 def compute_references(
     model: ReferenceModel,
     halves: Sequence[tuple[bool, bool]],
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> list[References]:
     """References of the variants that each adapter of ``model`` makes, by one pass for all.
 
@@ -136,12 +137,9 @@ def compute_references(
     variants = [replace(STANDARD[name], adapter=number) for number, name in keys]
     exact: dict[tuple[int, str], list[float]] = {}
     rounded: dict[tuple[int, str], list[float]] = {}
-    for part, (dtype, found) in enumerate(((torch.float32, exact), (torch.bfloat16, rounded))):
-
-        def heard(done: int, total: int, before: int = part) -> None:
-            on_progress(before * total + done, 2 * total)
-
-        found.update(zip(keys, model.logprobs(variants, dtype, heard), strict=True))
+    for half, (dtype, found) in enumerate(((torch.float32, exact), (torch.bfloat16, rounded))):
+        vectors = model.logprobs(variants, dtype, part_of(on_progress, half, 2))
+        found.update(zip(keys, vectors, strict=True))
 
     def of(vectors: Mapping[tuple[int, str], list[float]], number: int) -> dict[str, list[float]]:
         return {

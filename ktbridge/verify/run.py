@@ -27,13 +27,15 @@ from ktbridge.server_api.served_names import (
     split_name,
 )
 from ktbridge.verify.hypotheses import AdapterFacts, explain
-from ktbridge.verify.logprobs import SAMPLED, WAYS, LogprobClient
+from ktbridge.verify.logprobs import SAMPLED, WAYS, LogprobClient, ServedLogprobs
 from ktbridge.verify.protocols import TokenSpan
 from ktbridge.verify.sampled import FORMS, ContinuationSampler
-from ktbridge.verify.verdict import Variant, Verification, judge
+from ktbridge.verify.verdict import References, Variant, Verification, judge
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ktbridge.verify.reference_model import ReferenceModel
 
 # Ordinary sentences beside random tokens: an adapter may affect one and hardly the other.
 TEXTS = (
@@ -120,26 +122,17 @@ def verify(
     server.choose(model, prompts, sampler, logprobs_from)
     asked = server.ask_all(arms, repeat, needed=(model, expert_model))
     spans = list(dict.fromkeys(span for answer in asked.values() for span in answer.spans))
-    places = {name: find_places(spans, answer.spans) for name, answer in asked.items()}
     reference_model = ReferenceModel(
         base, adapter, [span.tokens for span in spans], [span.start for span in spans]
     )
     on_stage("computing references")
     (computed,) = compute_references(reference_model, [halves], on_progress)
-    references = {name: computed.at(of) for name, of in places.items()}
     means = name_references(*halves)
-    served = {name: (means[arms[name]], answer.logprobs) for name, answer in asked.items()}
-    spread = {name: a.spread for name, a in asked.items() if a.spread is not None}
-    result = judge(model, served, references[model], spread, references)
+    served = {name: (means[arms[name]], answer) for name, answer in asked.items()}
+    result = judge_answers(model, served, spans, computed)
     if result.in_doubt:
         on_stage("trying explanations")
-
-        def compute(variants: Sequence[Variant]) -> list[list[float]]:
-            vectors = reference_model.logprobs(variants, on_progress=on_progress)
-            return [[vector[n] for n in places[model]] for vector in vectors]
-
-        facts = adapter_facts(adapter)
-        result = explain(result, asked[model].logprobs, references[model], facts, compute)
+        result = explain_answer(result, asked[model], spans, computed, adapter, reference_model, on_progress)
     result = replace(result, problems=(*_other_name(model, entries, halves), *result.problems))
     return _with_source(result, server.way, sampler, accepted=logprobs_from == SAMPLED)
 
@@ -203,6 +196,50 @@ def find_places(spans: Sequence[TokenSpan], of: Sequence[TokenSpan]) -> list[int
         starts[span] = count
         count += span.size
     return [starts[span] + n for span in of for n in range(span.size)]
+
+
+def judge_answers(
+    model: str,
+    served: Mapping[str, tuple[str, ServedLogprobs]],
+    spans: Sequence[TokenSpan],
+    computed: References,
+) -> Verification:
+    """Judge ``model`` and the other arms, each on the tokens that it was measured on.
+
+    ``served``: model name -> (reference it should equal, answer); ``computed``: references on all ``spans``.
+    """
+    own = {name: computed.at(find_places(spans, answer.spans)) for name, (_, answer) in served.items()}
+    return judge(
+        model,
+        {name: (expected, answer.logprobs) for name, (expected, answer) in served.items()},
+        own[model],
+        {name: answer.spread for name, (_, answer) in served.items() if answer.spread is not None},
+        own,
+    )
+
+
+def explain_answer(
+    result: Verification,
+    answer: ServedLogprobs,
+    spans: Sequence[TokenSpan],
+    computed: References,
+    adapter: Adapter,
+    model: ReferenceModel,
+    on_progress: Callable[[int, int], None],
+    number: int = 0,
+) -> Verification:
+    """``result``, with the explanation that fits ``answer``, if one does.
+
+    ``number`` is the adapter's in ``model``, ``computed`` are its references on all ``spans``.
+    """
+    places = find_places(spans, answer.spans)
+
+    def compute(variants: Sequence[Variant]) -> list[list[float]]:
+        mine = [replace(variant, adapter=number) for variant in variants]
+        vectors = model.logprobs(mine, on_progress=on_progress)
+        return [[vector[n] for n in places] for vector in vectors]
+
+    return explain(result, answer.logprobs, computed.at(places), adapter_facts(adapter), compute)
 
 
 def _with_source(

@@ -9,9 +9,8 @@ reading of the base model for all that fits into ``TOKENS_OF_ALL``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ktbridge.adapter import Adapter
 from ktbridge.adapter.checks.files import require_hashes
@@ -27,8 +26,7 @@ from ktbridge.server_api.served_names import (
     read_models,
     split_name,
 )
-from ktbridge.verify.hypotheses import explain
-from ktbridge.verify.logprobs import SAMPLED, LogprobClient, ServedLogprobs
+from ktbridge.verify.logprobs import SAMPLED, LogprobClient
 from ktbridge.verify.matrix import (
     AFTER,
     BEFORE,
@@ -40,26 +38,25 @@ from ktbridge.verify.matrix import (
     UNLOADED,
     Reading,
     SeveralVerification,
+    StageAnswer,
     find_problems,
     judge_names,
     make_rows,
 )
-from ktbridge.verify.protocols import TokenSpan, Unusable
+from ktbridge.verify.protocols import Unusable
 from ktbridge.verify.reload import AdapterLoader
 from ktbridge.verify.run import (
-    adapter_facts,
     describe_way,
+    explain_answer,
     find_halves,
     find_places,
     fixed_prompts,
+    judge_answers,
     name_references,
     sampled_problems,
 )
 from ktbridge.verify.sampled import ContinuationSampler
-from ktbridge.verify.verdict import References, Variant, Verification, judge
-
-if TYPE_CHECKING:
-    from ktbridge.verify.reference_model import ReferenceModel
+from ktbridge.verify.verdict import References
 
 TOKENS_OF_ALL = 16_384  # of all variants, in one pass over the checkpoint: some GB of activations
 GENERATED_FROM = 2  # every so many-th prompt is continued as well
@@ -73,17 +70,6 @@ class ServedAdapter:
     model: str
     adapter: Adapter
     halves: tuple[bool, bool]
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """Logprobs that a server gave for a name at a stage; ``expected``: the column that they should equal."""
-
-    stage: str
-    model: str
-    expected: str
-    answer: ServedLogprobs
-    generated: bool = False
 
 
 def verify_several(
@@ -145,33 +131,33 @@ def verify_several(
     spread = max((one.answer.spread for one in asked if one.answer.spread is not None), default=None)
     columns = _columns(served, computed)
     readings = [
-        Reading(
-            one.stage,
-            one.model,
-            one.expected,
-            one.answer.logprobs,
-            columns.at(find_places(spans, one.answer.spans)).with_floor(spread or 0.0),
-            one.generated,
-            one.answer.spread,
-        )
+        Reading(one, columns.at(find_places(spans, one.answer.spans)).with_floor(spread or 0.0))
         for one in asked
     ]
     rows = make_rows(readings)
-    explanations = _Explanations(reference_model, spans, computed, on_progress, on_stage)
     alone = {row.expected: row.answers_as for row in rows if row.stage == ONE_BY_ONE}
+    answers = {one.model: one.answer for one in asked if one.stage == ONE_BY_ONE}
+    before = {one.model: (BASE, one.answer) for one in asked if one.stage == BEFORE}
     verifications = {}
-    for number, one in enumerate(served):
-        result = explanations.judge(number, one, asked, base_name)
-        if alone[one.name] in (None, one.name):  # else it is another column's, whatever explains it
-            result = explanations.explain(number, one, asked, result)
+    for number, one in enumerate(served):  # against its own adapter alone, as ``verify`` does it
+        answer, own = answers[one.model], computed[number]
+        arms = {**before, one.model: (name_references(*one.halves)["full"], answer)}
+        result = judge_answers(one.model, arms, spans, own)
+        # Another column's answer stays one, whatever explains it.
+        if alone[one.name] in (None, one.name) and result.in_doubt:
+            on_stage("trying explanations")
+            result = explain_answer(
+                result, answer, spans, own, one.adapter, reference_model, on_progress, number
+            )
         verifications[one.name] = result
     paths = {one.name: str(one.adapter.path) for one in served}
-    names = judge_names(verifications, rows, paths)
-    fixed = next(reading for reading in readings if reading.stage == ONE_BY_ONE)
+    names = tuple(judge_names(verifications, rows, paths))
+    fixed = next(reading for reading in readings if reading.asked.stage == ONE_BY_ONE)
+    positions = len(fixed.asked.answer.logprobs)
     problems = list(find_problems(names, rows, readings, base_name))
     if server.way == SAMPLED:
         accepted = logprobs_from == SAMPLED
-        problems[:0] = sampled_problems(server.url, len(fixed.logprobs), sampler, accepted)
+        problems[:0] = sampled_problems(server.url, positions, sampler, accepted)
     elif generator is None:
         problems.append(problem("KTV027", server.url, silent))
     return SeveralVerification(
@@ -181,7 +167,7 @@ def verify_several(
         rows=rows,
         noise=dict(fixed.references.noise),
         spread=spread,
-        positions=len(fixed.logprobs),
+        positions=positions,
         problems=tuple(problems),
         reloaded=reload,
         logprobs_from=server.way,
@@ -239,29 +225,29 @@ class _Server:
     repeat: int
     on_stage: Callable[[str], None]
 
-    def ask(self, stage: str, expected: Mapping[str, str]) -> Iterator[_Asked]:
+    def ask(self, stage: str, expected: Mapping[str, str]) -> Iterator[StageAnswer]:
         """Ask one model after the other. ``expected``: model -> column."""
         answers = self.client.ask_all(expected, self.repeat, needed=expected.keys())
         for model, answer in answers.items():
-            yield _Asked(stage, model, expected[model], answer)
+            yield StageAnswer(stage, model, expected[model], answer)
 
-    def ask_together(self, stage: str, expected: Mapping[str, str]) -> Iterator[_Asked]:
+    def ask_together(self, stage: str, expected: Mapping[str, str]) -> Iterator[StageAnswer]:
         """Ask all models at once."""
         for model, answer in self.client.ask_together(list(expected)).items():
-            yield _Asked(stage, model, expected[model], answer)
+            yield StageAnswer(stage, model, expected[model], answer)
 
-    def generate(self, stage: str, expected: Mapping[str, str]) -> Iterator[_Asked]:
+    def generate(self, stage: str, expected: Mapping[str, str]) -> Iterator[StageAnswer]:
         """Have all models continue prompts at once, if logprobs of that are given."""
         if self.generator is None:
             return
         for model, answer in self.client.ask_together(list(expected), self.generator).items():
             if answer.logprobs:
-                yield _Asked(stage, model, expected[model], answer, generated=True)
+                yield StageAnswer(stage, model, expected[model], answer, generated=True)
 
 
 def _ask(
     server: _Server, served: Sequence[ServedAdapter], base: str | None, loader: AdapterLoader | None
-) -> Iterator[_Asked]:
+) -> Iterator[StageAnswer]:
     """Ask the server in all stages, one after the other."""
     server.on_stage("asking the server")
     of_base = {base: BASE} if base is not None else {}
@@ -291,7 +277,7 @@ def _ask(
     yield from _after_loading(server, RESTORED, own | of_base)
 
 
-def _after_loading(server: _Server, stage: str, expected: Mapping[str, str]) -> Iterator[_Asked]:
+def _after_loading(server: _Server, stage: str, expected: Mapping[str, str]) -> Iterator[StageAnswer]:
     """Ask for what is generated first: a prompt's cache may still be the former adapter's."""
     yield from server.generate(stage, expected)
     yield from server.ask(stage, expected)
@@ -308,59 +294,3 @@ def _columns(served: Sequence[ServedAdapter], computed: Sequence[References]) ->
 
     assert base.rounded
     return References.of(of([r.logprobs for r in computed]), of([r.rounded for r in computed]))
-
-
-class _Explanations:
-    """Each name against its own adapter alone, as ``verify`` of a single adapter does it."""
-
-    def __init__(
-        self,
-        model: ReferenceModel,
-        spans: Sequence[TokenSpan],
-        computed: Sequence[References],
-        on_progress: Callable[[int, int], None],
-        on_stage: Callable[[str], None],
-    ) -> None:
-        self._model, self._spans, self._computed = model, spans, computed
-        self._on_progress, self._on_stage = on_progress, on_stage
-
-    def judge(
-        self, number: int, one: ServedAdapter, asked: Sequence[_Asked], base: str | None
-    ) -> Verification:
-        """The verdict on the name alone, with the base as it was before."""
-        means = name_references(*one.halves)
-        arms = {a.model: (BASE, a.answer) for a in asked if a.stage == BEFORE and a.model == base}
-        arms[one.model] = (means["full"], _alone(one, asked))
-        own = {name: self._references(number, answer) for name, (_, answer) in arms.items()}
-        return judge(
-            one.model,
-            {name: (means_it, answer.logprobs) for name, (means_it, answer) in arms.items()},
-            own[one.model],
-            {name: a.spread for name, (_, a) in arms.items() if a.spread is not None},
-            own,
-        )
-
-    def explain(
-        self, number: int, one: ServedAdapter, asked: Sequence[_Asked], result: Verification
-    ) -> Verification:
-        """``result``, with the explanation that fits, if it is in doubt and one does."""
-        if not result.in_doubt:
-            return result
-        self._on_stage("trying explanations")
-        answer = _alone(one, asked)
-        places = find_places(self._spans, answer.spans)
-
-        def compute(variants: Sequence[Variant]) -> list[list[float]]:
-            mine = [replace(variant, adapter=number) for variant in variants]
-            vectors = self._model.logprobs(mine, on_progress=self._on_progress)
-            return [[vector[n] for n in places] for vector in vectors]
-
-        references = self._references(number, answer)
-        return explain(result, answer.logprobs, references, adapter_facts(one.adapter), compute)
-
-    def _references(self, number: int, answer: ServedLogprobs) -> References:
-        return self._computed[number].at(find_places(self._spans, answer.spans))
-
-
-def _alone(one: ServedAdapter, asked: Sequence[_Asked]) -> ServedLogprobs:
-    return next(a.answer for a in asked if a.stage == ONE_BY_ONE and a.model == one.model)

@@ -361,13 +361,13 @@ def _read_half(half: str, vector: Sequence[float], arm: ArmReading, references: 
     elif separation < CLEAR_OF_NOISE * noise:
         reason = "its effect on these prompts drowns in the noise floor"
     elif abs(far - near) >= NEAR * separation >= min(near, far):
-        right, one, other = (1, have, lack) if near < far else (0, lack, have)
+        right, like, unlike = (1, have, lack) if near < far else (0, lack, have)
         if abs(share - right) <= SHARE:
             verdict = "applied" if right else "not applied"
-            reason = f"served logprobs are the {one} reference's, not {other}'s"
+            reason = f"served logprobs are the {like} reference's, not {unlike}'s"
         else:
             reason = (
-                f"served logprobs are near the {one} reference's and not the same: "
+                f"served logprobs are near the {like} reference's and not the same: "
                 f"another scale? (share {share:.2f}, not {right})"
             )
     elif min(near, far) > NEAR * separation:

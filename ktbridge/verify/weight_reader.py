@@ -163,10 +163,10 @@ class ExpertReader:
 
     def _matrix(self, projection: str, expert: int) -> torch.Tensor:
         """One expert's matrix; fused ones may be MXFP4, and lie as they are stored."""
-        name = self._home.stem(projection, expert)
-        ends = (".weight_packed", ".weight") if self._home.names else ("_blocks", "")
-        name += ends[0] if name + ends[0] in self._reader.checkpoint else ends[1]
+        stem, checkpoint = self._home.stem(projection, expert), self._reader.checkpoint
         if self._home.names:
-            return self._reader.whole(name, torch.float32)
-        weight = self._reader.rows(name, expert, torch.float32)
+            packed = f"{stem}.weight_packed"
+            return self._reader.whole(packed if packed in checkpoint else f"{stem}.weight", torch.float32)
+        blocks = f"{stem}_blocks"
+        weight = self._reader.rows(blocks if blocks in checkpoint else stem, expert, torch.float32)
         return weight.T if self._turned else weight

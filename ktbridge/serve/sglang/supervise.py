@@ -12,7 +12,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,28 +110,19 @@ class EngineFailed(KtbridgeError):
 
 
 class EngineProcess:
-    """A started engine. Use as a context manager: leaving it ends the whole tree.
+    """The started engine of a launch. Use as a context manager: leaving it ends the whole tree.
 
-    ``url`` is its API's from here. ``secret``, the API key, is redacted from the log. Its processes
-    are recorded in ``home``. Made on the main thread: the kernel signals the engine when that thread ends.
+    ``url`` is its API's from here. ``key_flags`` hand it the API key, which is redacted from the log. Its
+    processes are recorded in ``home``. Made on the main thread: the kernel signals the engine when that
+    thread ends.
     """
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        environment: Mapping[str, str],
-        conditions: Conditions,
-        *,
-        url: str,
-        log: Path,
-        secret: str | None = None,
-        grace: float = GRACE_SECONDS,
-        home: Place,
-    ) -> None:
-        self.progress = StartProgress(conditions)
+    def __init__(self, launch: Launch, key_flags: Sequence[str], log: Path, home: Place) -> None:
+        secret = launch.request.api_key
+        self.url = f"{url_from_here(launch.request.host, launch.facts.port)}/v1"
+        self.progress = StartProgress(launch.ready)
         self.log = log
-        self._client = OpenAIClient(url, secret, timeout=2.0, direct=True)
-        self._grace = grace
+        self._client = OpenAIClient(self.url, secret, timeout=2.0, direct=True)
         self._mark = secrets.token_hex(8)
         self._code: int | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -140,11 +131,11 @@ class EngineProcess:
         adopt_orphans()
         strangers = children()
         self._process = subprocess.Popen(
-            list(argv),
+            [*launch.argv, *key_flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**variables, "PYTHONUNBUFFERED": "1", **environment, MARK: self._mark},
+            env={**variables, "PYTHONUNBUFFERED": "1", **launch.environment, MARK: self._mark},
             pass_fds=home.inherited,
             start_new_session=True,  # we forward the terminal's Ctrl-C
             preexec_fn=partial(end_with_parent, os.getpid()),  # no thread runs yet
@@ -215,7 +206,7 @@ class EngineProcess:
             if self._process.poll() is None:
                 self._process.terminate()
                 with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(self._grace)
+                    self._process.wait(GRACE_SECONDS)
             left = self._tree.end()
         except KeyboardInterrupt:
             left = self._tree.end(grace=0.0)
@@ -313,7 +304,6 @@ def serve_sglang(
     *,
     log: Path,
     timeout: float,
-    grace: float = GRACE_SECONDS,
     on_progress: Callable[[StartProgress], None] = lambda _: None,
     on_ready: Callable[[str], None] = lambda _: None,
 ) -> int:
@@ -323,26 +313,14 @@ def serve_sglang(
     engine's exit code (128 + n where signal n ended it) after an interrupt, 0 when it ended well.
     Raises EngineFailed otherwise. Nothing of the engine is left running, whatever happens.
     """
-    url = f"{url_from_here(launch.request.host, launch.facts.port)}/v1"
     with ExitStack() as stack, ExitStack() as key:
         home = stack.enter_context(engine_place())
         key_flags = key.enter_context(home.key_file(launch.request.api_key))
-        engine = stack.enter_context(
-            EngineProcess(
-                (*launch.argv, *key_flags),
-                launch.environment,
-                launch.ready,
-                url=url,
-                log=log,
-                secret=launch.request.api_key,
-                grace=grace,
-                home=home,
-            )
-        )
+        engine = stack.enter_context(EngineProcess(launch, key_flags, log, home))
         try:
             engine.wait_until_ready(timeout, on_progress)
             key.close()  # the engine has read it
-            on_ready(url)
+            on_ready(engine.url)
             return engine.wait()
         except KeyboardInterrupt:
             return engine.end()
