@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ktbridge.adapter.lora_config import CONFIG_FILE
+from ktbridge.adapter.adapter import CONFIG_FILE
 from ktbridge.cli._app import Command, run_arguments, terminable, told_format
 from ktbridge.cli._hub import ensure_model, ensure_rows
 from ktbridge.cli._train_plan import show_refused
@@ -56,8 +56,8 @@ def command(
     ktbridge predict run.yaml eval_dataset=held-out.jsonl max_samples=20 --dry-run
     """
     more = ["do_predict=true", *(["strict_data=true"] if strict_data else [])]
-    given = (*overrides, *told_format(from_format), *more)
-    parsed, file = load_config(config, given), read_yaml(Path(config))
+    parsed = load_config(config, (*overrides, *told_format(from_format), *more))
+    file = read_yaml(Path(config))
     # A file for prediction means the adapter that it names, a training file the one that it began with.
     own = file.get("do_predict") and not file.get("do_train") and file.get("adapter_name_or_path")
     changed = {each.partition("=")[0].strip() for each in overrides}
@@ -65,7 +65,7 @@ def command(
     if "output_dir" in changed and not named and isinstance(file.get("output_dir"), str):
         trained = Path(config).absolute().parent / os.path.expanduser(file["output_dir"])
         if named := (trained / CONFIG_FILE).is_file():  # what it has trained answers, wherever the answers go
-            parsed = load_config(config, (*given, f"adapter_name_or_path={trained}"))
+            parsed = replace(parsed, adapter_name_or_path=str(trained))
     run(parsed, dry_run=dry_run, as_json=as_json, named=named)
 
 

@@ -146,8 +146,7 @@ class Recipe:
 
     def _path_of(self, key: str, default: str) -> str:
         """Return a path of the training configuration, relative to the recipe as overrides are."""
-        value = str(self.training.get(key, default))
-        value = os.path.expanduser(value)
+        value = os.path.expanduser(str(self.training.get(key, default)))
         if key in self.settings:
             return value
         return os.path.normpath(os.path.join(os.path.dirname(self.config), value))

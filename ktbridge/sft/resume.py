@@ -21,6 +21,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.files import digests
 from ktbridge.kernel_choice import has_bf16_instructions
+from ktbridge.model.identity import fingerprint
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.config.fields import Values, options
@@ -38,9 +39,7 @@ HELD_OUT = "held-out rows"
 LABELS = "loss of labeled positions"
 """The key in it of runs whose loss projects no others on a CPU, which changes last bits; since 0.7.0."""
 WEIGHTS = "base model's weights"
-"""The key in it of samples of the base's files, and of other experts'; since 0.7.0, too."""
-_SAMPLES = 16, 4096
-"""Samples of a file and bytes of each: all of the files are too much to read."""
+"""The key in it of a digest of the base's tensors, and of other experts'; since 0.7.0, too."""
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _PROCESSES = "processes"
 """The key in it of the number of processes; a run of one has none."""
@@ -158,7 +157,7 @@ def fingerprint_run(
         settings[LABELS] = True
     if not before or WEIGHTS in before:
         # Of a model that is not here yet, which is only planned with, those of the checkpoint.
-        settings[WEIGHTS] = _sample_weights(config, base) or before.get(WEIGHTS, "")
+        settings[WEIGHTS] = _digest_weights(config, base) or before.get(WEIGHTS, "")
     if images:
         settings["image processor"] = _hashes(base, IMAGE_FILES)
     if held_digest and config.evaluates:
@@ -430,12 +429,12 @@ def _hashes(directory: Path, names: tuple[str, ...]) -> dict[str, str]:
     return {name: digests.of_file(directory / name) for name in names if (directory / name).is_file()}
 
 
-def _sample_weights(config: TrainConfig, base: Path) -> str:
-    """Return a digest of samples of the weights' files, those of other experts behind the base's; or ""."""
+def _digest_weights(config: TrainConfig, base: Path) -> str:
+    """Return a digest of the base's weights, and of other experts'; "" where weights aren't there."""
     places = [base, *map(Path, filter(None, [config.kt_config.kt_weight_path]))]
-    files = [path for place in places for path in sorted(place.glob("*.safetensors"))]
-    found = [f"{path.name} {digests.of_samples(path, *_SAMPLES)}" for path in files]
-    return digests.of_text("\n".join(found)) if found else ""
+    found = [fingerprint(place) for place in places]
+    hashes = [each for own in found for each in (own.tensors_sha256, own.values_sha256)]
+    return "" if None in hashes else digests.of_text(" ".join(map(str, hashes)))
 
 
 def _replaced(config: TrainConfig) -> Path:

@@ -140,12 +140,11 @@ class DpoTrainer(RunTrainer, DPOTrainer):
         chosen, rejected = self.reference_logps(model, inputs)
         filled = {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
         loss = super().compute_loss(model, filled, *args, **kwargs)
-        batches = self.runner.batches
-        if self.runner.tokens is not None or not model.training or not isinstance(loss, torch.Tensor):
+        sizes = [len(batch["input_ids"]) for batch in self.runner.batches if self.runner.tokens is None]
+        if not model.training or len({*sizes}) < 2 or not isinstance(loss, torch.Tensor):
             return loss
         # Each pair of a step counts alike, as in micro-batches: an epoch's last batch may have fewer.
-        share = len(inputs["input_ids"]) / sum(len(batch["input_ids"]) for batch in batches or [inputs])
-        return loss * (share * len(batches)) if share * len(batches) not in (0, 1) else loss
+        return loss * (len(inputs["input_ids"]) * len(sizes) / sum(sizes))
 
     @torch.no_grad()
     def reference_logps(self, model: nn.Module, inputs: Batch) -> tuple[torch.Tensor, torch.Tensor]:

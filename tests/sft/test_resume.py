@@ -469,7 +469,8 @@ def test_a_continuation_must_be_of_the_same_run(run_dir):
     before = weights.read_bytes()
     began(run_dir, record, 9)
     try:
-        weights.write_bytes(before[:-64] + bytes(64))
+        header = 8 + int.from_bytes(before[:8], "little")
+        weights.write_bytes(before[:header] + bytes(len(before) - header))
         assert refused(run_dir)[0] == [WEIGHTS]
         began(run_dir, {key: value for key, value in record.items() if key != WEIGHTS}, 9)
         assert found(configured(run_dir)).checkpoint == place

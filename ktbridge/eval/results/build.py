@@ -295,10 +295,6 @@ def _not_asked(results: Results) -> Iterator[Problem]:
         why = results["refused"].get(name, "no answer of it is stored")
         found = f"left out of the comparison: {why}"
         yield problem("KTB823", f"arm {name}", found, "answers from every arm of the run")
-    for card in results["arms"]:
-        if changed := card.get("changed"):
-            expected = "one model for all of an arm's answers; these may be of two"
-            yield problem("KTB808", f"arm {card['name']}", changed, expected)
 
 
 def _not_marked(results: Results) -> Iterator[Problem]:
@@ -402,7 +398,12 @@ def _lacking_slices(results: Results, arm: str) -> str:
 
 
 def _not_credible(results: Results) -> Iterator[Problem]:
-    """Arms that answer alike, marks of a format only, and headlines within the noise."""
+    """Arms of two models, or that answer alike, marks of a format only, and headlines within the noise."""
+    for card in results["arms"]:
+        if changed := card.get("changed"):
+            expected = "one model for all of an arm's answers; these may be of two"
+            yield problem("KTB808", f"arm {card['name']}", changed, expected)
+
     for pair in results["identical"]:
         if pair["share"] is not None and pair["share"] >= _NEARLY_ALL:
             whole = pair["share"] == 1 and pair["n"] >= _FEW_PAIRS
