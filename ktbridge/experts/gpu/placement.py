@@ -26,6 +26,9 @@ _MASTERS = 16  # bytes a LoRA weight with gradient and two Adam states in float3
 STEP_SECONDS = 0.015
 """Seconds a step of clipping, optimizer and log, for all but the experts."""
 _HOME = 0.0003  # seconds in which Python sends a layer's gradients to the host; 0.5 by samples of a slow host
+_WEIGHTS = (
+    0.35  # of an expert layer's launches: what a streamed one adds, which is unpacked and gets its LoRA
+)
 _THREAD = 2.0  # times AdamW's seconds: the host's thread scales gradients and rounds masters, too
 MICRO_BATCH_SECONDS = 0.005
 """Seconds to make a micro-batch's tensors."""
@@ -38,7 +41,7 @@ _CPU_SHARE = (1 / 3, 2 / 3)  # of the CPU's seconds for experts, forward and bac
 # before they are multiplied. Fitted on the runs in docs/placements.md.
 _QUEUED, _TAKEN = 8, 3
 _PYTHON = ("launch", "launch_group", "launch_outside", "micro_batch")
-_BESIDE = 1.1  # times the seconds that Python takes in a probe, beside threads that transfer and update
+_BESIDE = 1.2  # times the seconds that Python takes in a probe, beside transfers and AdamW (kernel-log, 74)
 
 
 def pad_rank(rank: int) -> int:
@@ -391,10 +394,9 @@ def predict_seconds(placement: Placement, sizes: ExpertSizes, cut: StepSplit, co
     lora = sizes.layers * sizes.lora
     layers, streamed = sizes.layers, sizes.layers - len(placement.resident)
     transfers = 0
-    if placement.on_gpu and streamed:
+    if placement.on_gpu:
         transfers = max(0, streamed * placement.groups - placement.slots) * placement.slot_bytes
-    if placement.on_gpu and not placement.masters:
-        transfers += 2 * lora  # as bfloat16
+        transfers += 0 if placement.masters else 2 * lora  # as bfloat16
     for number, tokens in enumerate(cut.batches):
         rows = tokens * sizes.top_k + min(tokens * sizes.top_k, sizes.experts) * PAD // 2
         for way in range(2):
@@ -406,8 +408,8 @@ def predict_seconds(placement: Placement, sizes: ExpertSizes, cut: StepSplit, co
                     experts -= costs.again.at(rows)
                 busy += layers * experts
                 busy += streamed * costs.unpack * sizes.matrices(sizes.experts)
-                starting += layers * costs.launch[way]
-                starting += streamed * (placement.groups - 1) * costs.launch_group
+                more = _WEIGHTS * max(costs.launch) + (placement.groups - 1) * costs.launch_group
+                starting += layers * costs.launch[way] + streamed * more
                 starting *= _BESIDE if transfers else 1
             for inner, count, share in sizes.mlps if way and placement.pieces_from else ():
                 if inner < placement.pieces_from:
