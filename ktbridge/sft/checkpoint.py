@@ -61,7 +61,7 @@ class Checkpoints:
         """
         self._trainer = trainer
         self._root, self._fingerprint, self._keep, self._base = root, own, keep, base
-        self.directory = root / f".partial-{int(from_main(os.getpid()))}"
+        self.directory = root / f".partial-{from_main(os.getpid())}"
         """Place in which the next one is written."""
         self.placement: Callable[[], dict[str, Any]] | None = None
         """The placement of the experts, for a run that goes on to repeat the bits."""
@@ -77,6 +77,11 @@ class Checkpoints:
     def last_good(self) -> str:
         """Return the last checkpoint that a run can go on from, or "" while there is none."""
         return str(next(filter(resumable, reversed(saved(self._root))), ""))
+
+    def kept(self) -> str:
+        """Return the clause of a message that names it."""
+        good = self.last_good()
+        return f"the last good checkpoint is {good}" if good else "there is no checkpoint to go on from"
 
     def of(self, step: int) -> Path | None:
         """Return the checkpoint of ``step``, if there is one."""
@@ -119,11 +124,9 @@ class Checkpoints:
         if error is not None:
             reason = (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
         free = size_text(shutil.disk_usage(self._root).free)
-        good = self.last_good()
-        kept = f"the last good checkpoint is {good}" if good else "there is none from before"
         return KtbridgeError(
             f"the checkpoint of step {self._trainer.state.global_step} could not be written to {self._root}, "
-            f"where {free} are free ({reason}); {kept}.",
+            f"where {free} are free ({reason}); {self.kept()}.",
             "Make room there, then run the same command again: it goes on from the last checkpoint.",
         )
 
@@ -167,7 +170,7 @@ class Checkpoints:
             if step == last or (place and not damage(place)):
                 chosen = step
                 break
-        chosen = int(from_main(chosen))  # others may see another disk
+        chosen = from_main(chosen)  # others may see another disk
         place = self._root / f"checkpoint-{chosen}"
         sharded = any(hasattr(value, "to_local") for _, value in trained(self._trainer.model))
         # Not by a replica on a host without the file: nothing reads it any more.

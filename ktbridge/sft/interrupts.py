@@ -15,12 +15,13 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch import distributed
 from transformers import TrainerCallback, TrainerState
 from transformers import TrainerControl as Control
 from transformers import TrainingArguments as Args
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.sft.distributed import agree
+from ktbridge.sft.distributed import agree, explain_lost_rank
 from ktbridge.sft.trainer import RunTrainer
 
 
@@ -74,7 +75,7 @@ def interrupted(step: int, root: Path) -> KtbridgeError:
 
 @contextmanager
 def explain_failures(trainer: RunTrainer) -> Iterator[None]:
-    """Raise ``KtbridgeError`` for a lost data worker or a GPU without memory, with the last checkpoint."""
+    """Raise ``KtbridgeError`` for a lost process or data worker, or a GPU without memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -87,17 +88,21 @@ def explain_failures(trainer: RunTrainer) -> Iterator[None]:
             where = f"in the evaluation after step {trainer.state.global_step}"
             lower = f"per_device_eval_batch_size, {lower}"
         raise KtbridgeError(
-            f"the GPU ran out of memory {where}; {_kept(trainer)}.",
+            f"the GPU ran out of memory {where}; {trainer.checkpoints.kept()}.",
             f"Lower {lower}; `ktbridge plan` shows what takes the memory.",
         ) from error
     except (RuntimeError, ConnectionError, EOFError) as error:
+        # Of another process: raised by gloo, or NCCL, in what DDP, trl and accelerate exchange.
+        if isinstance(error, distributed.DistError) or "gloo" in str(error):
+            with explain_lost_rank():
+                raise
         lost = isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
         if not lost and (isinstance(error, RuntimeError) or not trainer.args.dataloader_num_workers):
             raise
         _forget_workers()
         raise KtbridgeError(
             f"a process that makes batches was ended in step {trainer.state.global_step + 1} "
-            f"({(str(error).splitlines() or [type(error).__name__])[0]}); {_kept(trainer)}.",
+            f"({(str(error).splitlines() or [type(error).__name__])[0]}); {trainer.checkpoints.kept()}.",
             "It may have been killed for want of memory: set dataloader_num_workers: 0, and run the same "
             "command again.",
         ) from error
@@ -109,8 +114,3 @@ def _forget_workers() -> None:
         # ValueError: not the main thread, which has no handler
         with suppress(RuntimeError, ValueError):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def _kept(trainer: RunTrainer) -> str:
-    good = trainer.checkpoints.last_good()
-    return f"the last good checkpoint is {good}" if good else "there is no checkpoint to go on from"

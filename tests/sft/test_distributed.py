@@ -169,6 +169,28 @@ def test_a_lost_rank_ends_the_others(warm, counts, how):
         processes[1].communicate(30)
 
 
+def lost_in_metrics(*arguments):
+    """`ktbridge` in a rank; the second one dies where trl gathers the metrics of a step."""
+    if world().rank:
+
+        def die(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        import_module("accelerate").Accelerator.gather_for_metrics = die
+    command_in_a_rank(arguments)
+
+
+@pytest.mark.slow
+@quiet
+def test_a_rank_lost_in_what_libraries_exchange_is_a_sentence(warm, run_dir):
+    train_it = ("train", run_dir / "run.yaml", "--json", f"output_dir={run_dir / 'lost'}")
+    (status, out, error), _ = finished(spawn(warm, 2, __file__, "lost_in_metrics", *train_it))
+    assert status == 1
+    assert "Traceback" not in error
+    assert "error: rank 0: another process of this run has ended" in error
+    assert json.loads(out)["ok"] is False
+
+
 # --- all ranks are the same run ------------------------------------------------------------------------
 
 

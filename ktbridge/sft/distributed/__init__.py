@@ -221,14 +221,9 @@ def agree(value: int) -> int:
     return int(mine)
 
 
-def from_main(value: float) -> float:
+def from_main(value: _Made) -> _Made:
     """Broadcast rank 0's ``value``."""
-    if world().size == 1:
-        return value
-    mine = torch.tensor([value], dtype=torch.float64)
-    with explain_lost_rank():
-        distributed.broadcast(mine, 0, group())
-    return float(mine)
+    return made_by_main(lambda: value)
 
 
 def made_by_main(make: Callable[[], _Made]) -> _Made:
