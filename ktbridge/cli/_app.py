@@ -158,12 +158,10 @@ class Command(click.Command):
         _quiet_libraries()
         if ctx.meta.get("ktbridge.debug"):
             return super().invoke(ctx)
-        as_json = bool(ctx.params.get("as_json"))
         try:
             return super().invoke(ctx)
         except KtbridgeError as error:
-            render(error, as_json)
-            sys.exit(error.exit_code)
+            failed = error
         except BrokenPipeError:
             # The reader closed the pipe (`| head`); that is not an error.
             _drop_stdout()
@@ -171,16 +169,14 @@ class Command(click.Command):
         except OSError as error:
             _forget_unprinted()
             where = f": {error.filename!r}" if error.filename else ""
-            render(KtbridgeError(f"{error.strerror or error}{where}"), as_json)
-            sys.exit(1)
+            failed = KtbridgeError(f"{error.strerror or error}{where}")
         except ModuleNotFoundError as error:
-            render(_not_installed(error.name or str(error), self.extra), as_json)
-            sys.exit(1)
+            failed = _not_installed(error.name or str(error), self.extra)
         except KeyboardInterrupt as stop:
-            message = f"interrupted: {stop}" if str(stop) else "interrupted"
-            render(KtbridgeError(message), as_json)
-            number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
-            sys.exit(128 + number)
+            failed = KtbridgeError(f"interrupted: {stop}" if str(stop) else "interrupted")
+            failed.exit_code = 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+        render(failed, bool(ctx.params.get("as_json")))
+        sys.exit(failed.exit_code)
 
 
 def _not_installed(module: str, extra: str) -> KtbridgeError:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -53,9 +54,13 @@ def command(
     (adapter_model.safetensors, fused_expert_lora.safetensors, adapter_config.json,
     kt_adapter_manifest.json), the log, the loss plot, and refused_rows.jsonl if rows can't be used.
     """
+    if world().rank:  # only the first process reports
+        click.get_current_context().params["as_json"] = False
     try:
         given = (*overrides, *told_format(from_format))
-        _train(config, given, dry_run=dry_run, strict_data=strict_data, as_json=as_json)
+        # What waits for another process is ended at once, by its launcher's SIGTERM.
+        with terminable() if world().size == 1 else nullcontext():
+            _train(config, given, dry_run=dry_run, strict_data=strict_data, as_json=as_json)
     except KtbridgeError as error:
         if not dry_run and several_launchers():  # others would wait for this process
             with stdout_for_results():

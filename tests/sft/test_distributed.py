@@ -191,6 +191,19 @@ def test_a_rank_lost_in_what_libraries_exchange_is_a_sentence(warm, run_dir):
     assert json.loads(out)["ok"] is False
 
 
+@quiet
+@pytest.mark.parametrize("wrong", [["lora_rank=0"], ["dataset=broken.jsonl"]])
+def test_the_first_process_alone_prints_the_document_of_a_failure(warm, run_dir, tmp_path, wrong):
+    (tmp_path / "broken.jsonl").write_text('{"no": "row"}')
+    wrong = [each.replace("broken", str(tmp_path / "broken")) for each in wrong]
+    given = ("train", run_dir / "run.yaml", "--json", f"output_dir={tmp_path / 'no'}", *wrong)
+    first, second = finished(spawn(warm, 2, "-m", "ktbridge", *given))
+    assert json.loads(first[1])["ok"] is False
+    assert second[1] == ""
+    assert first[0] == second[0] != 0
+    assert "error" in second[2]
+
+
 # --- all ranks are the same run ------------------------------------------------------------------------
 
 

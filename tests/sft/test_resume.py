@@ -222,6 +222,19 @@ def test_every_kind_of_run_ends_in_the_same_bits_however_it_was_interrupted(
 
 
 @pytest.mark.slow
+def test_a_run_that_is_ended_before_its_first_step_says_so_in_its_document(run_dir, warm):
+    process = warm.start("-m", "ktbridge", "train", run_dir / "run.yaml", "--json", cwd=run_dir)
+    while not (run_dir / ".raw.ktbridge.lock").exists():  # it is about to load the model
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(60)
+    assert (process.returncode, json.loads(out)) == (
+        143, {"ok": False, "error": "interrupted", "next_step": "", "problems": []}
+    )  # fmt: skip
+    assert "error: interrupted" in error
+    assert [path.name for path in run_dir.glob(".raw*")] == []
+
+
 def test_an_unfinished_run_is_never_deleted(run_dir):
     root, record = run_dir / "raw.checkpoints", run_dir / "raw/kt_adapter_manifest.json"
     interrupt(run_dir, 5, "max_steps=6")
