@@ -86,11 +86,14 @@ def assert_same_run(run_dir, one, name, within=1e-4, adapter=3e-3):
     bfloat16 keeps to 2**-9.
     """
     logs = [log_of(run_dir / each) for each in (one, name)]
-    for key in ("loss", "grad_norm", "num_input_tokens_seen", *MEASURED):
+    # Of pairs these are means of means: their weights are the pairs'.
+    pairs = any("logps/chosen" in each for each in logs[0])
+    more = ("logps/chosen",) if pairs else ("entropy", "mean_token_accuracy")
+    for key in ("loss", "grad_norm", "num_input_tokens_seen", *more, *MEASURED):
         kind = "eval_loss" if key in MEASURED else "loss"
         alone, together = ([each[key] for each in log if kind in each and key in each] for log in logs)
         assert together == pytest.approx(alone, rel=within, abs=1e-5), key
-        assert kind != "loss" or len(together) == 3
+        assert key != "loss" or len(together) == 3
     for file in ("adapter_model.safetensors", "fused_expert_lora.safetensors"):
         alone, together = (load_file(run_dir / each / file) for each in (one, name))
         assert alone.keys() == together.keys()

@@ -185,7 +185,7 @@ class HeldOut:
         """Return this process's terms of the means, one for each metric."""
         trainer, sums = self._trainer, [0.0] * len(self._names)
         data: Any = trainer.eval_dataset
-        batches = self._micro_batches()
+        batches, trainer.trained = self._micro_batches(), sum(row.trained for row in self._rows)
         alone = world().size == 1
         collected = trl_metrics(trainer, "eval")
         for number, (places, counts) in enumerate(batches):

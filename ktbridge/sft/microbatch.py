@@ -72,6 +72,9 @@ Collated = Sequence[CollatedRow]
 class RowTrainer(WholeTrainer):
     """A Trainer that computes rows in micro-batches: a stage says what its rows are and how they weigh."""
 
+    trained = 0.0
+    """Trained tokens of the running step, of several processes the mean; or of all held-out rows."""
+
     @staticmethod
     def rows(examples: Sequence[Example]) -> list[CollatedRow]:
         """Return the rows of some of the dataset's examples."""
@@ -81,9 +84,13 @@ class RowTrainer(WholeTrainer):
         """Return whether the collator makes one sequence of all rows, instead of padding each."""
         return False
 
+    def amount(self, rows: Collated) -> int:
+        """Return how much ``rows`` weigh in a mean: their number, or that of their trained tokens."""
+        return len(rows)
+
     def loss_weight(self, rows: Collated, step: Collated) -> float:
         """Return the fraction of a step's loss and metrics that ``rows`` contribute."""
-        raise NotImplementedError
+        return self.amount(rows) / max(self.amount(step), 1)
 
     def metric_weight(self, name: str, rows: Collated, step: Collated) -> float:
         """Return the fraction of one of the stage's ``METRICS`` that ``rows`` contribute."""
@@ -252,7 +259,10 @@ class MicroBatchRunner:
         if self.joint:
             self.joint.begin(len(batches))
         own = without_gathering(trainer.accelerator) if apart else nullcontext()
-        weights = [trainer.loss_weight(rows, step) for rows in batches]
+        # trl's metrics are of all processes' rows in a micro-batch, unless each computes by itself.
+        amounts: Sequence[float] = [trainer.amount(rows) for rows in batches]
+        amounts = amounts if apart else add(amounts)
+        weights = [each / max(sum(amounts), 1) for each in amounts]
         with own, self._metrics_as_one(weights):
             for rows in batches:
                 self.current = rows
@@ -299,10 +309,10 @@ class MicroBatchRunner:
         )
 
     def _average_metrics(self, step: Collated) -> None:
-        """Make this rank's metrics of the step those of all, weighted by the tokens that count."""
+        """Make this rank's metrics of the step those of all, weighted by what counts of its rows."""
         metrics = trl_metrics(self._trainer, "train")
         names = sorted(name for name, values in metrics.items() if values and name != "num_tokens")
-        weight = sum(row.trained for row in step)
+        weight = self._trainer.amount(step)
         whole, *sums = add([weight, *(weight * metrics[name][-1] for name in names)])
         for name, value in zip(names, sums, strict=True):
             metrics[name][-1] = value / max(whole, 1)

@@ -73,8 +73,8 @@ class SftTrainer(RunTrainer, SFTTrainer):
     def is_packed(self) -> bool:
         return bool(self.padding_free)
 
-    def loss_weight(self, rows: Collated, step: Collated) -> float:
-        return sum(row.trained for row in rows) / max(sum(row.trained for row in step), 1)
+    def amount(self, rows: Collated) -> int:
+        return sum(row.trained for row in rows)
 
     @contextmanager
     def scaled_for_microbatch(self, rows: Collated, step: Collated) -> Iterator[None]:
@@ -83,7 +83,7 @@ class SftTrainer(RunTrainer, SFTTrainer):
         trl divides the routers' loss by the number of a step's batches: here the inverse of the weight.
         """
         trainer: Any = self
-        before, weight = self.current_gradient_accumulation_steps, self.loss_weight(rows, step)
+        before, weight = self.current_gradient_accumulation_steps, self.amount(rows) / max(self.trained, 1)
         trainer.current_gradient_accumulation_steps = 1 / weight if weight else float("inf")
         try:
             yield
@@ -157,14 +157,11 @@ class DpoTrainer(RunTrainer, DPOTrainer):
     def rows(examples: Sequence[Example]) -> list[CollatedRow]:
         return [_pair(each) for each in examples]
 
-    def loss_weight(self, rows: Collated, step: Collated) -> float:
-        return len(rows) / len(step)
-
     @contextmanager
     def scaled_for_microbatch(self, rows: Collated, step: Collated) -> Iterator[None]:
         """Scale trl's loss, a mean over pairs, and for ``pref_ftx`` one over the chosen answers' tokens."""
         weight = self.loss_weight(rows, step)
-        tokens = sum(row.trained for row in rows) / sum(row.trained for row in step)
+        tokens = sum(row.trained for row in rows) / self.trained
         trainer: Any = self
         before = self.current_gradient_accumulation_steps, self.loss_weights
         trainer.current_gradient_accumulation_steps = 1 / weight  # what the loss is divided by
@@ -242,9 +239,6 @@ class KtoTrainer(RunTrainer, KTOTrainer):
             tokens = len(each["prompt_ids"]) + answer
             found.append(CollatedRow({}, tokens, answer, tokens, bool(each["label"])))
         return found
-
-    def loss_weight(self, rows: Collated, step: Collated) -> float:
-        return len(rows) / len(step)
 
     def metric_weight(self, name: str, rows: Collated, step: Collated) -> float:
         """Return the weight in a mean over the good or the bad answers, for metrics of these alone."""

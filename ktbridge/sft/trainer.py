@@ -127,6 +127,7 @@ class RunTrainer(RowTrainer):
             rows = [row for batch in batches for row in batch[ROWS]]
             counts = [sum(row.trained for row in rows), sum(row.unpadded for row in rows)]
             trained, self._unpadded = map(int, add(counts))
+            self.trained = trained / world().size
             if self.loss_by_token:
                 items = torch.tensor(trained, dtype=torch.float32, device=device)
         self.runner.batches = batches

@@ -580,9 +580,11 @@ SMALL_MICRO_BATCHES = (
         # What trl gathers of all ranks must be as many pairs of each.
         ("ddp", PAIRS, (WHOLE,), ("tokens_per_pass=60",)),
         ("fsdp2", PAIRS, (WHOLE,), ()),
+        # The chosen answers' tokens weigh alike, whichever rank has them.
+        ("fsdp2", (*PAIRS, "pref_ftx=0.5", "learning_rate=1e-3"), (WHOLE,), ("tokens_per_pass=60",)),
         ("ddp", STREAMED, (WHOLE,), ()),
     ],
-    ids=["micro-batches", "packed", "pairs-ddp", "pairs-fsdp2", "stream"],
+    ids=["micro-batches", "packed", "pairs-ddp", "pairs-fsdp2", "pairs-ftx", "stream"],
 )
 def test_every_kind_of_run_is_trained_as_by_one_process(launch, run_dir, method, both, one, two):
     with TemporaryDirectory(dir=run_dir) as own:

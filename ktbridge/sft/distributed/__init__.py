@@ -293,12 +293,12 @@ def gather_on_main(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> li
     ``tensors`` are this rank's, contiguous on the CPU, each [counts[rank], …].
     """
     here = world()
-    work: list[distributed.Work] = []
+    work: list[distributed.Work | None] = []  # None is for processes outside the group
     with explain_lost_rank():
         if here.rank:
             for tag, tensor in enumerate(tensors):
                 if tensor.numel():
-                    work.append(_begun(distributed.isend(tensor, 0, group(), tag)))
+                    work.append(distributed.isend(tensor, 0, group(), tag))
             whole = []
         else:
             whole = [tensor.new_empty((sum(counts), *tensor.shape[1:])) for tensor in tensors]
@@ -306,9 +306,9 @@ def gather_on_main(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> li
                 own, *parts = all_rows.split(list(counts))
                 for rank, part in enumerate(parts, 1):
                     if part.numel():
-                        work.append(_begun(distributed.irecv(part, rank, group(), tag)))
+                        work.append(distributed.irecv(part, rank, group(), tag))
                 own.copy_(mine)
-        for each in work:
+        for each in filter(None, work):
             each.wait()
     return whole
 
@@ -321,13 +321,13 @@ def distribute(
     Rank 0's are views.
     """
     here = world()
-    work: list[distributed.Work] = []
+    work: list[distributed.Work | None] = []  # None is for processes outside the group
     with explain_lost_rank():
         if here.rank:
             own = [torch.empty_like(tensor) for tensor in like]
             for tag, part in enumerate(own):
                 if part.numel():
-                    work.append(_begun(distributed.irecv(part, 0, group(), tag)))
+                    work.append(distributed.irecv(part, 0, group(), tag))
         else:
             own = []
             for tag, all_rows in enumerate(whole):
@@ -335,12 +335,7 @@ def distribute(
                 own.append(mine)
                 for rank, part in enumerate(parts, 1):
                     if part.numel():
-                        work.append(_begun(distributed.isend(part, rank, group(), tag)))
-        for each in work:
+                        work.append(distributed.isend(part, rank, group(), tag))
+        for each in filter(None, work):
             each.wait()
     return own
-
-
-def _begun(work: distributed.Work | None) -> distributed.Work:
-    assert work is not None  # None is for processes outside the group
-    return work
