@@ -171,7 +171,7 @@ def next_record(config: TrainConfig) -> Mapping[str, object]:
     if requested is False or (requested is None and is_finished(config)):
         return {}
     places = [Path(requested)] if isinstance(requested, str) else saved(checkpoints_dir(config))
-    return _record(places[-1]) if places else {}
+    return next(filter(None, map(_record, reversed(places))), {})
 
 
 def find_checkpoint(config: TrainConfig, own: RunFingerprint) -> Resumption:
@@ -309,18 +309,18 @@ def saved(root: Path) -> list[Path]:
     Not by step, since a run that went on from an earlier one leaves later steps behind it, nor by time,
     since clocks are set back: by a number that each carries (by step where an older version wrote them).
     """
-    found = []
-    for path in root.glob("checkpoint-*"):
+    found, number = [], 0
+    for path in sorted(root.glob("checkpoint-*"), key=step_of):
         if _NAME.fullmatch(path.name) and (path / FINGERPRINT_FILE).is_file():
-            number = _record(path).get(NUMBER)
-            found.append((number if isinstance(number, int) else 0, step_of(path), path))
+            if record := _record(path):  # else it is damaged, and stands behind the step before it
+                number = int(str(record.get(NUMBER, 0)))
+            found.append((number, step_of(path), path))
     return [path for _, _, path in sorted(found)]
 
 
 def next_number(root: Path) -> int:
     """Return the sequence number of the next checkpoint."""
-    numbers = (_record(path).get(NUMBER) for path in saved(root))
-    return 1 + max((number for number in numbers if isinstance(number, int)), default=0)
+    return 1 + max((int(str(_record(path).get(NUMBER, 0))) for path in saved(root)), default=0)
 
 
 def resumable(checkpoint: Path) -> bool:
@@ -377,21 +377,21 @@ def _beside(place: Path) -> list[Path]:
 
 def damage(place: Path) -> list[Problem]:
     """Return a problem for each file of a checkpoint that is missing or corrupted."""
-    recorded = _record(place).get(FILES)
+    record = _record(place)
+    if not record:
+        return [problem("KTC019", str(place / FINGERPRINT_FILE), "damaged", "JSON", next_step="")]
+    recorded = record.get(FILES)
     recorded = recorded if isinstance(recorded, dict) else {}
-    problems = []
-    there = {name: place / name for name in recorded if (place / name).is_file()}
-    with ThreadPoolExecutor(4) as pool:
-        hashes = dict(zip(there, pool.map(digests.of_file, there.values()), strict=True))
-    for name, record in recorded.items():
+    problems, there = [], describe_files(place)
+    for name, size in recorded.items():
         # Before 0.6 only the size was recorded.
-        expected = record if isinstance(record, dict) else {"size": record}
+        expected = size if isinstance(size, dict) else {"size": size}
         if name not in there:
             found, wanted = "no such file", f"{expected.get('size')} bytes"
-        elif (size := there[name].stat().st_size) != expected.get("size"):
-            found, wanted = f"{size} bytes", f"{expected.get('size')} bytes"
-        elif (digest := expected.get("sha256")) not in (None, hashes[name]):
-            found, wanted = (f"SHA-256 {hashes[name][:12]}…", f"{str(digest)[:12]}…, as it was written")
+        elif there[name]["size"] != expected.get("size"):
+            found, wanted = f"{there[name]['size']} bytes", f"{expected.get('size')} bytes"
+        elif (digest := expected.get("sha256")) not in (None, own := there[name]["sha256"]):
+            found, wanted = f"SHA-256 {str(own)[:12]}…", f"{str(digest)[:12]}…, as it was written"
         else:
             continue
         problems.append(problem("KTC019", str(place / name), found, wanted, next_step=""))

@@ -284,7 +284,10 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir):
     for path in files:
         whole = path.read_bytes()
         flip_a_bit(path)
-        assert found(config).step == 2, path.name
+        resumption = found(config)
+        assert resumption.step == 2, path.name
+        assert resumption.notes[0].code == "KTC019", path.name
+        assert resumption.notes[0].where == str(path)
         path.write_bytes(whole)
     name = "trainable.safetensors"
     flip_a_bit(root / "checkpoint-4" / name)
@@ -295,6 +298,10 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir):
     flip_a_bit(root / "checkpoint-2" / name)
     assert run_command(*command, code=1).stderr.count("KTC019") == 2
     run_command(*command, f"resume_from_checkpoint={root / 'checkpoint-4'}", code=1)
+    for step in (2, 4):  # not "another run", with the default of each setting for the checkpoint's
+        os.truncate(root / f"checkpoint-{step}" / FINGERPRINT_FILE, 100)
+    told = run_command(*command, code=1).stderr
+    assert (told.count("KTC019"), told.count("KTC010")) == (2, 0)
 
 
 @pytest.mark.slow
