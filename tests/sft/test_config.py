@@ -111,6 +111,8 @@ HELD, BEST = {"val_size": 3}, {"load_best_model_at_end": True}
     [
         ({"lora_rank": 129}, "lora_rank", "129, which is the experts' rank too"),
         ({"kt_config": {"kt_lora_rank": 129}}, "kt_config.kt_lora_rank", "from 1 to 128"),
+        ({"lora_alpha": 0}, "lora_alpha", "0 (expected a number above 0)"),
+        ({"kt_config": {"kt_lora_alpha": 0}}, "kt_config.kt_lora_alpha", "a number above 0"),
         ({"kt_config": {"expert_activation": "offload"}}, "kt_config.expert_activation", "retain or"),
         ({"stage": "dpo", "packing": True}, "packing", "true with stage: dpo"),
         ({"stage": "dpo", "train_on_prompt": True}, "train_on_prompt", "true with stage: dpo"),

@@ -116,7 +116,7 @@ class KtConfig:
     """How many of each layer's experts the GPU keeps, as so many whole layers; default: what fits."""
     kt_lora_rank: ExpertRank | None = option(None, "adapter", rows=False)
     """Rank of the expert LoRA; default: lora_rank."""
-    kt_lora_alpha: Number | None = option(None, "adapter", rows=False)
+    kt_lora_alpha: Positive | None = option(None, "adapter", rows=False)
     """Alpha of the expert LoRA; default: twice kt_lora_rank where that is given, else lora_alpha."""
     kt_lora_dropout: Share | None = option(None, rows=False, since="0.6.0")
     """Dropout of the expert LoRA's inputs; default: lora_dropout."""
@@ -187,7 +187,7 @@ class TrainConfig:
     """do_predict: false is an error, as there is no other way to predict."""
     lora_rank: Count = option(8, "adapter", rows=False)
     """Rank of the non-expert LoRA, and of the experts' unless kt_lora_rank is given."""
-    lora_alpha: Number | None = option(None, "adapter", rows=False)
+    lora_alpha: Positive | None = option(None, "adapter", rows=False, hint="Leave it out: twice the rank.")
     """Default: twice the rank."""
     lora_dropout: Share = option(0.0, rows=False)
     """sft: dropout of LoRA's inputs in training; of the experts' too unless kt_lora_dropout is given."""
