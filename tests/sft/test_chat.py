@@ -359,6 +359,25 @@ def test_words_that_a_template_drops_are_refused(tmp_path, name, messages):
         learn(tmp_path, tokenizer_for(name, *TAGS), {"messages": messages})
 
 
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [("qwen3", "<|im_start|>assistant"), ("qwen3_5_think", "<|im_start|>assistant"),
+     ("glm4moe", "<|assistant|>"), ("gptoss", "<|start|>assistant")],
+)  # fmt: skip
+def test_texts_that_the_template_has_written_already_are_refused(tmp_path, name, header):
+    tokenizer = tokenizer_for(name)
+    user, told = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    prompt = {"prompt": f"{tokenizer.eos_token}user\nHi\n{header}\n", "completion": "Hello"}
+    pasted = {"messages": [user, {**told, "content": f"Hello{tokenizer.eos_token}\n{header}\nagain"}]}
+    result = {"role": "tool", "content": header}  # a page about templates: a server gives it, too
+    called = [user, {"role": "assistant", "function_call": {"name": "read", "arguments": "{}"}}, result, told]
+    talk = {"messages": called, "functions": [{"name": "read", "description": "Read a page."}]}
+    fitted = learn(tmp_path, tokenizer, prompt, pasted, talk, allow_refused_rows=True)
+    assert [item.why for item in fitted.refused] == 2 * [
+        f"text with {header}: the chat template would write that twice"
+    ]
+
+
 def test_thoughts_that_are_never_written_are_refused_with_what_to_set(tmp_path):
     row = {"messages": [ASK, {**TELL, "reasoning_content": "hm"}]}
     with pytest.raises(ProblemsError, match="out: with enable_thinking: true it opens thoughts"):

@@ -152,8 +152,9 @@ def _read_messages_of(fields: _Fields, notes: RowNotes) -> list[Message]:
     tags, images = fields.layout.tags, fields.image_parts
     form = fields.layout.formatting or fields.detect_format()
     if form == "completion":
-        prompt = _read_prompt(fields.take_key("prompt"), tags, notes, images)
-        answer = _read_answers(fields.take_key("completion"), tags, notes)
+        given = fields.take_key("prompt")
+        prompt = [] if is_empty(given) else _read_side("user", given, tags, notes, images)
+        answer = _read_side("assistant", fields.take_key("completion"), tags, notes)
         return [*_add_system(fields, prompt), *answer]
     if form == "messages":
         return _add_system(fields, read_messages(fields.take("messages"), tags, notes, images))
@@ -198,7 +199,8 @@ def _read_pair(fields: _Fields, notes: RowNotes) -> TrainingRow:
     given = {name: fields.take(name) for name in ("chosen", "rejected")}
     if any(map(is_empty, given.values())):
         raise ValueError("no pair of answers: stage dpo needs chosen and rejected")
-    better, worse = (join_turns(_read_answers(value, tags, notes), notes) for value in given.values())
+    sides = (_read_side("assistant", value, tags, notes) for value in given.values())
+    better, worse = (join_turns(side, notes) for side in sides)
     detected = "" if fields.has_key("prompt") else fields.detect_format()
     form = fields.layout.formatting or detected
     if form == "alpaca":
@@ -206,7 +208,8 @@ def _read_pair(fields: _Fields, notes: RowNotes) -> TrainingRow:
     elif form == "messages":
         prompt = _add_system(fields, read_messages(fields.take("messages"), tags, notes))
     else:
-        prompt = _read_prompt(fields.take_key("prompt"), tags, notes)
+        question = fields.take_key("prompt")
+        prompt = [] if is_empty(question) else _read_side("user", question, tags, notes)
         # trl's and LLaMA-Factory v1's pairs may repeat the prompt in both answers instead of, or beside,
         # giving it.
         most = min(len(better), len(worse)) - 1  # the last of the shorter one is an answer
@@ -389,17 +392,10 @@ def _add_system(fields: _Fields, messages: list[Message]) -> list[Message]:
     return [make_message("system", system), *messages]
 
 
-def _read_answers(value: object, tags: Tags, notes: RowNotes) -> list[Message]:
-    if isinstance(value, str):
-        return [make_message("assistant", value)]
-    return read_messages([value] if isinstance(value, dict) else value, tags, notes)
-
-
-def _read_prompt(
-    value: object, tags: Tags, notes: RowNotes, images: list[object] | None = None
+def _read_side(
+    role: str, value: object, tags: Tags, notes: RowNotes, images: list[object] | None = None
 ) -> list[Message]:
-    if is_empty(value):
-        return []
+    """Read a prompt or answers: a text of ``role``, a message, or a list of messages."""
     if isinstance(value, str):
-        return [make_message("user", value)]
-    return read_messages(value, tags, notes, images)
+        return [make_message(role, value)]
+    return read_messages([value] if isinstance(value, dict) else value, tags, notes, images)

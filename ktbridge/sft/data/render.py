@@ -101,8 +101,12 @@ class ChatTemplate:
         self._opening = self._probe_opening()
         self._tail, self._stop = self._probe_stop()
 
-    def _strip_thoughts(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages, without thoughts if thinking is off."""
+    def _check_texts(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages, without thoughts if thinking is off. Raises ValueError for written markup."""
+        header = re.split("\n|<think>", self._opening.strip())[0]
+        texts = (each["content"] for each in messages if each["role"] != "tool")
+        if any(token in header for token in self._added) and any(header in text for text in texts):
+            raise ValueError(f"text with {header}: the chat template would write that twice")
         if self._thinking is not False:
             return messages
         self._emptied += any(split_thoughts(each)[0] for each in messages)
@@ -124,12 +128,11 @@ class ChatTemplate:
 
         Raises ValueError as ``render``.
         """
-        messages = self._strip_thoughts(messages)
+        messages = self._check_texts(messages)
         if not messages[:-1]:
             raise ValueError("an answer without a prompt")
         options, last = self._options(messages, tools), messages[-1]
-        if tools or "tool_calls" in last or any(each["role"] == "tool" for each in messages):
-            check_tools(self._render, messages, tools)
+        check_tools(self._render, messages, tools)
         prompt = self._render(messages[:-1], options, opened=True)[0]
         if "tool_calls" not in last:
             return prompt, content_with_thoughts(last)
@@ -151,13 +154,12 @@ class ChatTemplate:
         ``last_alone``: earlier answers aren't learned. Answers of weight 0 never are.
         Raises ValueError with the reason, as a short phrase, if an answer can't be found.
         """
-        messages = self._strip_thoughts(messages)
+        messages = self._check_texts(messages)
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         places = [i for i in places[-last_alone:] if messages[i].get("weight", 1)]
         if not places:
             raise ValueError("no answer is learned: the weight of each is 0")
-        if tools or any("tool_calls" in each or each["role"] == "tool" for each in messages):
-            check_tools(self._render, messages[: places[-1] + 1], tools)
+        check_tools(self._render, messages[: places[-1] + 1], tools)
         answers = {}
         for place in places:
             upto = messages[: place + 1]
