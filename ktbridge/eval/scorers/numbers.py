@@ -8,15 +8,15 @@ import unicodedata
 from collections.abc import Callable
 
 _DIGITS = re.compile(
-    r"(?:(?<![\w.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)"
-    # A fraction, but not a date: 3/4, not 3/4/2024.
-    r"|(?<![\d./])-?\d+/(?P<below>[1-9]\d*)(?![\d/]|\.\d)"
-    r"|(?<![\d.])-?\d+(?:\.\d+)?(?:e[+-]?\d+\b)?)"
+    r"(?P<digits>(?<![a-z\d.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)"
+    # A fraction, but not a date: 3/4 and 2 3/4, not 3/4/2024.
+    r"|(?<![\d./])(?P<whole>-?\d+ (?=\d))?(?P<above>-?\d+)/(?P<below>[1-9]\d*)(?![\d/]|\.\d)"
+    r"|(?<!\d)(?<!\d\.)-?(?:\d+(?:\.\d+)?|(?<![\w.])\.\d+)(?:e[+-]?\d+\b)?)"
     # A scale after the digits (3万, 2 hundred), but not a unit's prefix (5千克, 3千米).
     r"(?P<scale>\s*(?:[万亿]+|百(?!分)|千万|千(?![克米瓦卡]))|\s+(?:hundred|thousand|million)\b)?",
     re.IGNORECASE,
 )
-_SCALES = {"百": 1e2, "千": 1e3, "万": 1e4, "千万": 1e7, "亿": 1e8, "万亿": 1e12}
+_SCALES = {"": 1.0, "百": 1e2, "千": 1e3, "万": 1e4, "千万": 1e7, "亿": 1e8, "万亿": 1e12}
 _SCALES |= {"hundred": 1e2, "thousand": 1e3, "million": 1e6}
 _MYRIADS = {"亿": 10**8, "万": 10**4}
 _TOO_LARGE = 10**24  # not a plausible quantity; a model that repeats 万亿 reaches it
@@ -64,15 +64,23 @@ _STATES = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE = re.compile(r"(?<!\b[a-z])(?<!\bvs)[.!?](?=\s|$)|[。！？\n]", re.IGNORECASE)
-# A number that may head a line of a list, or that is an exponent or a name's.
-_ASIDE = re.compile(r"(?:^|\n)\s*\Z|[a-z]\Z", re.IGNORECASE)
-_HEADS = re.compile(r"\d+[.)、]")
+_HEADS = re.compile(r"^[^\S\n]*(\d+)[.)、]", re.MULTILINE)  # numbers of a list's lines
 
 # A sign word directly before a number; in "ten minus three" an operand precedes it instead.
 _SIGN = re.compile(r"(?:(?P<zh>(?<!正)负|零下)|(?:(?P<operand>\S+)\s+)?\b(?P<en>minus|negative)\s+)$", re.I)
-_SIGNS = ("minus", "negative", "负", "零下")
 _NEAR = 64  # characters before a number that are searched for its sign, and for what it belongs to
-_DASHES = str.maketrans({"−": "-", "﹣": "-", "－": "-"})
+# Other spellings of a number, some of which NFKC would make another one (212 of 2½, cm2 of cm²).
+_SPELLINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r"[⁻⁰¹²³⁴-⁹]+", lambda power: "^" + unicodedata.normalize("NFKC", power[0])),
+    (r"[−﹣－]|(?<![\w)])–(?=\d)", "-"),
+    (r"(?<=[=:：是为])\s*-\s+(?=\d)", "-"),
+    (r"(?<=\d)(?:\{,\}|\\[,!]|[\u00a0\u2009\u202f]|\\? (?=000))(?=\d{3}(?!\d))", ""),  # 1{,}234, 12 000
+    (r"(?<=\d)(?=[¼-¾⅐-⅞]|\\[dt]?frac)", " "),
+    (r"\\[dt]?frac(?:\{(\d+)\}\{|(\d))(\d+)\}?", r"\1\2/\3"),
+    (r"(?<=\d)\s*(?:[×x*·]|\\times|\\cdot)\s*10\s*\^\s*\{?(-?\d+)\}?", r"e\1"),
+    (r"(?<![\w.])([1-9]\d?)\^\{?(-?\d\d?)(?!\d)\}?", lambda found: str(float(found[1]) ** int(found[2]))),
+    (r"\^\{?-?\d+\}?", ""),  # of a unit, or of a name
+)
 
 
 def chinese_number(text: str) -> int | None:
@@ -149,8 +157,9 @@ def find_answer_number(text: str) -> float | None:
     The last one in ``\\boxed{}`` or behind ``####``; else the last one behind a word such as "等于" or
     "answer", or behind "=" unless later sentences state another one alone; otherwise the last one.
     """
-    text = unicodedata.normalize("NFKC", text.translate(_DASHES))
-    text = re.sub(r"(?<=[=:是为])\s*-\s+(?=\d)", "-", text)  # "= - 3"
+    for spelling, plain in _SPELLINGS:
+        text = re.sub(spelling, plain, text)
+    text = unicodedata.normalize("NFKC", text).replace("⁄", "/")
     found = next(filter(None, (read(text) for read in (_digits, _chinese, _english))), None)
     return _last_told(text, found) if found else None
 
@@ -169,23 +178,15 @@ def _last_told(text: str, found: list[tuple[float, int]]) -> float:
         return last
     stop = _SENTENCE.search(text, at)
     end = stop.end() if stop else len(text)
-    later = [(value, place) for value, place in found if place >= end and not _is_aside(text, place)]
+    heads = {head.start(1) for head in _HEADS.finditer(text)}
+    later = [(value, place) for value, place in found if place >= end and place not in heads]
     stated = [value for value, place in later if _STATES.search(text, max(0, place - _NEAR), place)]
     return last if not stated or last in (value for value, _ in later) else stated[-1]
 
 
-def _is_aside(text: str, start: int) -> bool:
-    """Return whether the number at ``start`` numbers a line, or belongs to a word or a unit (cm2)."""
-    near = _ASIDE.search(text, max(0, start - _NEAR), start)
-    return near is not None and (near[0][-1:].isalpha() or _HEADS.match(text, start) is not None)
-
-
 def _signed(text: str, value: float, start: int) -> tuple[float, int]:
     """Return the value with a preceding sign word (minus three, 负三, 零下3度) applied, and its start."""
-    near = max(0, start - _NEAR)
-    if value < 0 or not text[near:start].rstrip().lower().endswith(_SIGNS):
-        return value, start
-    sign = _SIGN.search(text, near, start)
+    sign = None if value < 0 else _SIGN.search(text, max(0, start - _NEAR), start)
     if sign is None:
         return value, start
     if sign["zh"]:
@@ -202,15 +203,14 @@ def _digits(text: str) -> list[tuple[float, int]]:
     scaled_end = -1
     for match in _DIGITS.finditer(text):
         scale = match["scale"] or ""
-        digits = match.group()[: len(match.group()) - len(scale)]
-        size = _SCALES.get(scale.strip().lower(), 1.0 if not scale else None)
+        size = _SCALES.get(scale.strip().lower())
         if size is None:
             continue
         if match["below"]:
-            above, _, below = digits.partition("/")
-            value = float(above) / float(below)
+            value, whole = float(match["above"]) / float(match["below"]), float(match["whole"] or 0)
+            value = whole + math.copysign(value, whole) if whole else value
         else:
-            value = float(digits.replace(",", "")) * size
+            value = float(match["digits"].replace(",", "")) * size
         if not math.isfinite(value):  # hundreds of digits: not a plausible answer
             continue
         if match.start() == scaled_end and value >= 0:  # 3万5千
@@ -219,7 +219,8 @@ def _digits(text: str) -> list[tuple[float, int]]:
         else:
             found.append(_signed(text, value, match.start()))
         scaled_end = match.end() if scale else -1
-    return found
+    # Digits behind a letter are a unit's or a name's (cm2, H2O), where there are others.
+    return [each for each in found if not re.match("[A-Za-z]", text[each[1] - 1 : each[1]])] or found
 
 
 def _chinese(text: str) -> list[tuple[float, int]]:
