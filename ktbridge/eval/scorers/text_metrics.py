@@ -42,7 +42,8 @@ Tokens = Sequence[Hashable]
 Metric = Literal["rouge-1", "rouge-2", "rouge-l", "bleu-4", "chrf"]
 CJK = r"\u3400-\u4dbf\u4e00-\u9fff"
 _CJK_CHAR = re.compile(f"[{CJK}]")
-_LATIN_WORD = re.compile(r"[A-Za-z]+(?:['’-][A-Za-z]+)*")
+_LETTERS = r"A-Za-zÀ-ÖØ-öø-ɏḀ-ỿ\u0300-\u036f"  # Latin ones, with accents
+_LATIN_WORD = re.compile(rf"[{_LETTERS}]+(?:['’-][{_LETTERS}]+)*")
 # A Latin full stop ends a sentence only before a space or the end: "3.5" and "e.g.x" do not split.
 # A run of stops is matched from its first one only, else a long one would take quadratic time.
 _SENTENCE_END = re.compile(r"[。！？!?…\n]+|(?<!\.)\.+(?=\s|$)")
