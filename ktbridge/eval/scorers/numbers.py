@@ -203,15 +203,13 @@ def _digits(text: str) -> list[tuple[float, int]]:
     scaled_end = -1
     for match in _DIGITS.finditer(text):
         scale = match["scale"] or ""
-        size = _SCALES.get(scale.strip().lower())
-        if size is None:
-            continue
+        size = _SCALES.get(scale.strip().lower(), math.nan)
         if match["below"]:
             value, whole = float(match["above"]) / float(match["below"]), float(match["whole"] or 0)
             value = whole + math.copysign(value, whole) if whole else value
         else:
             value = float(match["digits"].replace(",", "")) * size
-        if not math.isfinite(value):  # hundreds of digits: not a plausible answer
+        if not math.isfinite(value):  # hundreds of digits, or an unknown scale: not a plausible answer
             continue
         if match.start() == scaled_end and value >= 0:  # 3万5千
             whole, start = found[-1]

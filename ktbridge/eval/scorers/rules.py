@@ -305,7 +305,7 @@ def json_schema(text: str, *, schema: Annotated[dict[str, object], AfterValidato
     bare = text.strip()
     if bare.startswith("```") and bare.endswith("```"):
         name, newline, inside = bare[3:-3].partition("\n")
-        bare = inside if newline and name.rstrip() in ("", "json") else bare
+        bare = inside if newline and name.strip().lower() in ("", "json") else bare
     try:
         value = json.loads(bare, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -340,8 +340,9 @@ def language(text: str, *, lang: Literal["zh", "en"]) -> Mark:
 @scorer("no_loop")
 def no_loop(text: str) -> Mark:
     """The answer has no repetition loop: nothing (2..60 characters) occurs five times in a row, and
-    no single character twelve times."""
-    stuck = re.search(r"(.{2,60}?)\1{4}|(\w)\2{11}", "".join(text.split()))
+    no single character twelve times; rules of Markdown and of its tables don't count."""
+    bare = re.sub(r"^[ |:*_=-]{3,200}$", "", text, flags=re.MULTILINE)
+    stuck = re.search(r"(.{2,60}?)\1{4}|(\w)\2{11}", "".join(bare.split()))
     return mark(stuck is None, f"repeats {stuck.group(1) or stuck.group(2)!r}" if stuck else "")
 
 
