@@ -132,8 +132,7 @@ def english_number(text: str) -> int | None:
     for word in re.findall(r"[a-z]+", text.lower()):
         if word == "and":
             continue
-        value = _WORDS.get(word)
-        if value is None:
+        if (value := _WORDS.get(word)) is None:
             return None
         if value > 100:
             if value >= room:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -166,6 +167,7 @@ def choice(text: str, gold: Text, *, options: Text, multiple: bool = False) -> M
     """
     if len(text) > LONGEST_SEARCHED:
         return mark(False, _too_long(text), False)
+    text = unicodedata.normalize("NFKC", text)  # full-width letters
     text = _SPACES.sub(lambda run: "\n\n" if "\n" in run.group() else "  ", text)
     text = _SIGNS.sub(r"\1\2", text)
     if multiple:
@@ -193,8 +195,7 @@ def _choices(text: str, options: str, gold: str) -> Mark:
     one = rf"[(（*\[【]*[{re.escape(options)}][)）*\]】.]*"
     several = rf"({one}(?:{_BETWEEN}{one})*)(?![A-Za-z])"
     for pattern in (rf"{_ANNOUNCED}{several}", rf"\A\W*{several}", rf"(?<![A-Za-z]){several}"):
-        runs = re.findall(pattern, text)
-        if runs:
+        if runs := re.findall(pattern, text):
             # A list of options with one letter per line is read whole: every line is a run.
             named = {char for run in runs for char in run if char in options}
             reads = ", ".join(sorted(named))
