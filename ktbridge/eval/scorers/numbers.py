@@ -10,7 +10,7 @@ from collections.abc import Callable
 _DIGITS = re.compile(
     r"(?P<digits>(?<![a-z\d.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)"
     # A fraction, but not a date: 3/4 and 2 3/4, not 3/4/2024.
-    r"|(?<![\d./])(?P<whole>-?\d+ (?=\d))?(?P<above>-?\d+)/(?P<below>[1-9]\d*)(?![\d/]|\.\d)"
+    r"|(?<![\d./])(?P<whole>-?\d{1,3} (?=\d))?(?P<above>-?\d+)/(?P<below>[1-9]\d*)(?![\d/]|\.\d)"
     r"|(?<!\d)(?<!\d\.)-?(?:\d+(?:\.\d+)?|(?<![\w.])\.\d+)(?:e[+-]?\d+\b)?)"
     # A scale after the digits (3万, 2 hundred), but not a unit's prefix (5千克, 3千米).
     r"(?P<scale>\s*(?:[万亿]+|百(?!分)|千万|千(?![克米瓦卡]))|\s+(?:hundred|thousand|million)\b)?",
