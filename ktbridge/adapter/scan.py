@@ -188,13 +188,8 @@ def _read_automodel(adapter: Adapter, problems: list[Problem]) -> None:
     file = adapter.path / AUTOMODEL_FILE
     if not file.is_file():
         return
-    try:
-        adapter.automodel = read_json_file(file, most=MAX_BYTES)
-    except KtbridgeError as error:
-        text = error.sentence.removeprefix(f"{file} ")
-        problems.append(problem("KTB002", str(file), text, "a JSON object"))
-        return
-    if adapter.automodel.get("moe_rank_scaling") and adapter.experts:
+    adapter.automodel = _read_json(file, "KTB002", problems)
+    if (adapter.automodel or {}).get("moe_rank_scaling") and adapter.experts:
         rank = _rank_of(adapter)
         adapter.config = {**adapter.config, "rank_pattern": {r".*\.experts\..*": rank}}
 
@@ -251,12 +246,16 @@ def _read_config(path: Path, problems: list[Problem]) -> dict[str, object] | Non
         found = f"has no {CONFIG_FILE}"
         problems.append(_elsewhere_found(path, "KTB001", found, CONFIG_FILE))
         return None
+    return _read_json(file, "KTB002", problems)
+
+
+def _read_json(file: Path, code: str, problems: list[Problem]) -> dict[str, object] | None:
     try:
         return read_json_file(file, most=MAX_BYTES)
     except KtbridgeError as error:
         text = error.sentence.removeprefix(f"{file} ")
         step = _fetch(error) or _readable(file)
-        problems.append(problem("KTB002", str(file), text, "a JSON object", next_step=step))
+        problems.append(problem(code, str(file), text, "a JSON object", next_step=step))
         return None
 
 
@@ -264,12 +263,8 @@ def _read_manifest(path: Path, problems: list[Problem]) -> dict[str, object] | N
     file = path / MANIFEST_FILE
     if not file.exists():
         return None
-    try:
-        manifest = read_json_file(file, most=MAX_BYTES)
-    except KtbridgeError as error:
-        text = error.sentence.removeprefix(f"{file} ")
-        step = _readable(file)
-        problems.append(problem("KTB010", str(file), text, "a JSON object", next_step=step))
+    manifest = _read_json(file, "KTB010", problems)
+    if manifest is None:
         return None
     version, status = manifest.get("version"), manifest.get("status")
     if version != 1 or status != "ready":

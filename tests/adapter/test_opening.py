@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from foreignadapter import E, R, peft_tensors, random, save
 from rawadapter import write_base, write_raw
+from safetensors.numpy import save_file
 
 from ktbridge.adapter import convert_adapter, merge_adapter, open_adapter, validate_adapter
 from ktbridge.adapter.formats import FORMATS, READABLE, WRITABLE
@@ -115,6 +116,33 @@ def test_lora_on_one_parameter_alone_is_merged(tmp_path, parameter):
     assert validate_adapter([given], base_model=base).ok
     problems = validate_adapter([given], base_model=base, engine=KT).problems
     assert "KTB203" in {item.code for item in problems}
+
+
+def test_an_adapter_of_mlx_lm_for_the_last_layers_alone_is_whole(tmp_path):
+    """mlx-lm trains the last 16 layers unless it is told otherwise."""
+    base = write_base(tmp_path / "base")
+    stem = "model.layers.1.mlp.switch_mlp"
+    tensors = {
+        "model.layers.1.self_attn.q_proj.lora_a": random(16, R),
+        "model.layers.1.self_attn.q_proj.lora_b": random(R, 24),
+    }
+    for name, wide, high in (("gate", 16, 8), ("up", 16, 8), ("down", 8, 16)):
+        tensors |= {f"{stem}.{name}_proj.lora_a": random(E, R, wide)}
+        tensors |= {f"{stem}.{name}_proj.lora_b": random(E, high, R)}
+    given = tmp_path / "given"
+    given.mkdir()
+    save_file(tensors, given / "adapters.safetensors")
+    for count, there in ((-1, False), (2, False), (1, True)):
+        numbers = {"rank": R, "scale": 2.0}
+        told = {"model": str(base), "num_layers": count, "lora_parameters": numbers}
+        (given / "adapter_config.json").write_text(json.dumps(told))
+        report = validate_adapter([given], base_model=base)
+        lacking = {item.code for item in report.problems} & {"KTB603", "KTB607"}
+        assert bool(lacking) is not there
+    convert_adapter(given, to="raw", output_dir=tmp_path / "raw")
+    for adapter in (given, tmp_path / "raw"):
+        report = merge_adapter(adapter, base_model=base, output=tmp_path / f"{adapter.name}-merged")
+        assert report.changed
 
 
 def test_the_command_says_once_what_it_read_and_errors_come_first(tmp_path):

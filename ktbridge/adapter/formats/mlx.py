@@ -14,12 +14,13 @@ fine-tuning have files of the same name and are refused.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MLX_FILE, Adapter, is_number
 from ktbridge.adapter.blocks import Block, block_of
 from ktbridge.adapter.checks.inventory import check_expert_modules, check_tensors
 from ktbridge.adapter.formats.raw_form import ExpertPair, Pairs, Request, fail_if, raw_form, stack_experts
-from ktbridge.adapter.keys import CANONICAL, HALVES, is_expert_like, peft_key, plain_name
+from ktbridge.adapter.keys import CANONICAL, HALVES, is_expert_like, parse_key, peft_key, plain_name
 from ktbridge.adapter.numbers import Numbers, whole
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
@@ -48,9 +49,11 @@ def read_mlx(request: Request) -> tuple[Adapter, list[Problem]]:
     assert is_number(scale)
     numbers = Numbers(rank, whole(scale * rank))
     model = config.get("model")
-    told: dict[str, object] = {"r": rank, "lora_alpha": numbers.alpha}
-    if isinstance(model, str):
-        told["base_model_name_or_path"] = model
+    told = {"r": rank, "lora_alpha": numbers.alpha, "base_model_name_or_path": model}
+    count = config.get("num_layers")
+    end = 1 + max((parse_key(name).layer for name in file.entries), default=-1)
+    if type(count) is int and count > 0:  # of all layers, the last ones are trained
+        told["layers_to_transform"] = [*range(max(0, end - count), end)]
     made = raw_form(Adapter(path, told, None), "mlx")
     made.stamps = {**take_stamps((path / CONFIG_FILE,)), file.path: file.stamp}
     made.tensors_in = len(file.entries)
@@ -89,17 +92,14 @@ def read_mlx(request: Request) -> tuple[Adapter, list[Problem]]:
     return made, [problem("KTB721", str(path), found_turned)]
 
 
-def _numbers(where: str, kind: object, rank: object, scale: object) -> list[Problem]:
-    findings = []
+def _numbers(where: str, kind: object, rank: object, scale: object) -> Iterator[Problem]:
     if kind not in (None, "lora"):
-        findings.append(problem("KTB101", where, f"fine_tune_type is {kind!r}"[:200], "lora"))
+        yield problem("KTB101", where, f"fine_tune_type is {kind!r}"[:200], "lora")
     if type(rank) is not int or rank <= 0:
-        findings.append(problem("KTB102", where, f"rank is {rank!r}"[:200], "a positive integer"))
+        yield problem("KTB102", where, f"rank is {rank!r}"[:200], "a positive integer")
     if not is_number(scale):
         step = "set scale in lora_parameters to the value used in training"
-        found = f"scale is {scale!r}"[:200]
-        findings.append(problem("KTB103", where, found, "a positive number", next_step=step))
-    return findings
+        yield problem("KTB103", where, f"scale is {scale!r}"[:200], "a positive number", next_step=step)
 
 
 def _pairs(
