@@ -103,8 +103,11 @@ def _fold(adapter: Adapter) -> list[Problem]:
     """Give the adapter the scales and the configuration that a raw one would be written with."""
     from ktbridge.adapter.formats.kt import raw_config
 
-    findings = fold(adapter, "raw")
-    if has_errors(findings):  # nothing is stored: float32 has room for any scale
+    kinds = {block.dtype for blocks in adapter.blocks() for block in blocks.values()}
+    # Half precision's smallest values have no half.
+    short = "F16" in kinds and bool(adapter.own or adapter.own_experts)
+    findings = [] if short else fold(adapter, "raw")
+    if short or has_errors(findings):  # nothing is stored: float32 has room for any scale
         change_dtype(adapter, "F32")
         findings = fold(adapter, "raw")
     adapter.config = adapter.trained_as = raw_config(adapter)

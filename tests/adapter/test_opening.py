@@ -145,6 +145,23 @@ def test_an_adapter_of_mlx_lm_for_the_last_layers_alone_is_whole(tmp_path):
         assert report.changed
 
 
+def test_half_precision_at_several_scales_is_merged(tmp_path):
+    """The smallest values of float16 have no half there: float32 has."""
+    base = write_base(tmp_path / "base", dtype="F32")
+    layer = {"gate_up": (random(E, R, 16), random(E, 16, R)), "down": (random(E, R, 8), random(E, 16, R))}
+    tensors = peft_tensors("peft-fused", layer, 1) | peft_tensors("peft-fused", layer, 0)
+    short = {name: (each * 2**-15).astype(np.float16) for name, each in tensors.items()}
+    alphas = {"layers.1.mlp.experts.down_proj": 3}
+    given = save(tmp_path / "given", short, base_model_name_or_path=str(base), alpha_pattern=alphas)
+    merge_adapter(given, base_model=base, output=tmp_path / "merged", from_format="peft-fused")
+    before, after = open_checkpoint(base), open_checkpoint(tmp_path / "merged")
+    a, b = ((each * 2**-15).astype(np.float16).astype(np.float32) for each in layer["down"])
+    for number, scale in ((0, 6 / R), (1, 3 / R)):
+        name = f"model.layers.{number}.mlp.experts.1.down_proj.weight"
+        was, now = (np.frombuffer(each.tensor(name).data, np.float32) for each in (before, after))
+        assert np.array_equal(now, was + np.float32(scale) * (b[1] @ a[1]).ravel())
+
+
 def test_the_command_says_once_what_it_read_and_errors_come_first(tmp_path):
     base = write_base(tmp_path / "base")
     given = given_as("peft-fused", tmp_path, base)

@@ -180,10 +180,9 @@ def write_peft(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
             continue
         times = 2 if parameter == GATE_UP and how == "block" else 1
         # An explicit alpha stands for the common one.
-        layers = adapter.expert_layers()
-        scales = {layer: adapter.own_of(layer, names[0])[0].scale for layer in layers}
         alphas = {
-            layer: times * adapter.alpha * (scale / adapter.usual.scale) for layer, scale in scales.items()
+            layer: times * adapter.alpha * (adapter.own_of(layer, names[0])[0].scale / adapter.usual.scale)
+            for layer in adapter.expert_layers()
         }
         if len(set(alphas.values())) == 1:
             own[f"experts.{parameter}"] = times * adapter.rank, next(iter(alphas.values()))
