@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from foreignadapter import E, R, peft_tensors, random, save
-from rawadapter import write_base, write_raw
+from rawadapter import nonexpert_tensors, write_base, write_raw
 from safetensors.numpy import save_file
 
 from ktbridge.adapter import convert_adapter, merge_adapter, open_adapter, validate_adapter
@@ -18,7 +18,7 @@ from ktbridge.adapter.merge import execute_merge, plan_merge
 from ktbridge.adapter.opening import format_code
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.model import open_checkpoint
+from ktbridge.model import Tensor, open_checkpoint
 
 OWN = ("raw", "kt-split", "kt-merged", "vllm")
 KT = "sglang-kt==0.7.2"
@@ -160,6 +160,24 @@ def test_half_precision_at_several_scales_is_merged(tmp_path):
         name = f"model.layers.{number}.mlp.experts.1.down_proj.weight"
         was, now = (np.frombuffer(each.tensor(name).data, np.float32) for each in (before, after))
         assert np.array_equal(now, was + np.float32(scale) * (b[1] @ a[1]).ravel())
+
+
+def test_lora_by_target_parameters_without_experts_is_read_again(tmp_path):
+    """PEFT finds dense MLPs and routers by target_parameters, so that peft-fused lists them there."""
+    modules = {"mlp.gate": (3, 16)}
+    names = [f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 1)]
+    routers = {name: Tensor(name, "BF16", (3, 16), bytes(96)) for name in names}
+    base = write_base(tmp_path / "base", replace=routers)
+    rest = nonexpert_tensors(modules=modules, block="")
+    raw = write_raw(tmp_path / "raw", expert={}, nonexpert=rest, modules=modules, base_model=str(base))
+    convert_adapter(raw, to="peft-fused", output_dir=tmp_path / "peft")
+    given = tmp_path / "peft"
+    assert json.loads((given / "adapter_config.json").read_text())["target_parameters"]
+    for number, adapter in enumerate((raw, given)):
+        merge_adapter(adapter, base_model=base, output=tmp_path / f"merged-{number}")
+    assert weights(tmp_path / "merged-0") == weights(tmp_path / "merged-1")
+    convert_adapter(given, to="raw", output_dir=tmp_path / "again")
+    assert weights(tmp_path / "again") == weights(raw)
 
 
 def test_the_command_says_once_what_it_read_and_errors_come_first(tmp_path):

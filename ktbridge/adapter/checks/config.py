@@ -66,7 +66,7 @@ def check_config(adapter: Adapter, use: Use) -> Iterator[Problem]:
     """Every finding about one directory's configuration and manifest."""
     where = str(adapter.path / CONFIG_FILE)
     yield from _basics(adapter, where, use)
-    yield from _unread(adapter, where)
+    yield from _unread(adapter, where, use)
     if not is_foreign(adapter):  # there patterns describe expert LoRA, which has a rule of its own
         yield from _patterns(adapter, where, use)
         if not use.served:
@@ -104,23 +104,19 @@ def _are_modules(adapter: Adapter) -> bool:
     """True if target_parameters are weights of modules that have LoRA here: PEFT's other name for them."""
     targets = adapter.config.get("target_parameters")
     modules = {part.key.module for part in adapter.nonexpert.values()}
-    return (
-        adapter.layout == "raw"
-        and isinstance(targets, list)
-        and all(
-            isinstance(target, str)
-            and target.endswith(".weight")
-            and any(is_named(target.removesuffix(".weight"), module) for module in modules)
-            for target in targets
-        )
+    return isinstance(targets, list) and all(
+        isinstance(target, str)
+        and target.endswith(".weight")
+        and any(is_named(target.removesuffix(".weight"), module) for module in modules)
+        for target in targets
     )
 
 
-def _unread(adapter: Adapter, where: str) -> Iterator[Problem]:
+def _unread(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
     config = adapter.config
-    foreign = is_foreign(adapter)
+    followed = is_foreign(adapter) or (not use.served and _are_modules(adapter))
     for name, code in _UNREAD:
-        if name == "target_parameters" and (foreign or _are_modules(adapter)):
+        if name == "target_parameters" and followed:
             continue
         if config.get(name):
             yield problem(code, where, f"{name} is set")
