@@ -50,6 +50,8 @@ def why_not_replaced(target: Path, overwrite: bool, objection: Objection) -> tup
         return None
     if not target.is_dir():
         return "exists and is not a directory", ELSEWHERE
+    if os.path.ismount(os.path.realpath(target)):  # a volume of a container: nothing takes its place
+        return "is a mount point, which can't be replaced", "choose a directory in it"
     entries = sorted(os.listdir(target))
     if not entries:
         return None

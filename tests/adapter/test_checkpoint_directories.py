@@ -10,7 +10,9 @@ import pytest
 from rawadapter import write_base, write_raw
 
 from ktbridge.adapter import convert_adapter, merge_adapter, validate_adapter
-from ktbridge.errors import ProblemsError
+from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.sft.config import parse_config
+from ktbridge.sft.config.load import check_output_dir
 
 MODEL = "adapter_model.safetensors"
 PICKLES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_1.pth", "training_args.bin")
@@ -51,6 +53,28 @@ def test_validate_convert_and_merge_take_a_checkpoint(tmp_path):
     for one, other in zip(made[raw], made[checkpoint], strict=True):
         assert one.keys() == other.keys()
         assert all(one[name] == other[name] for name in one if name != "ktbridge_merge.json")
+
+
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    """A volume of a container as output: no directory can be renamed to it, empty as it may be."""
+    base = write_base(tmp_path / "base")
+    raw = write_raw(tmp_path / "raw", layers=(0, 1), base_model=str(base))
+    volume, link = tmp_path / "volume", tmp_path / "link"
+    volume.mkdir()
+    link.symlink_to(volume)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == volume)
+    settings = {"model_name_or_path": str(base), "dataset": "none", "output_dir": str(link)}
+    writes = (
+        lambda: convert_adapter(raw, to="vllm", output_dir=volume),
+        lambda: merge_adapter(raw, base_model=base, output=link),
+        lambda: check_output_dir(parse_config(settings)),
+    )
+    for write in writes:
+        with pytest.raises(KtbridgeError, match="is a mount point"):
+            write()
+    assert [*volume.iterdir()] == []
+    convert_adapter(raw, to="vllm", output_dir=volume / "adapter")
+    assert len([*(volume / "adapter").iterdir()]) == 3
 
 
 def test_a_checkpoint_is_never_written_over(tmp_path):
