@@ -113,15 +113,14 @@ def arrangement(gate_up: dict[int, tuple[Block, Block]], interleaved: bool, hint
 
     ``hint`` is what our manifest recorded.
     """
-    rank = next((a.shape[1] for a, _ in gate_up.values()), 0)
-    fits = {"block": rank % 2 == 0, "gate": True, "up": True}
-    for _, b in gate_up.values():
+    fits = {"block": True, "gate": True, "up": True}
+    for a, b in gate_up.values():
         bits = b.load() << 1  # sign bit removed, so that -0.0 is zero
         gate, up = (bits[:, pick] for pick in gate_up_rows(b.shape[1], interleaved))
-        half = rank // 2
+        half, odd = divmod(a.shape[1], 2)
         fits["gate"] = fits["gate"] and not up.any()
         fits["up"] = fits["up"] and not gate.any()
-        fits["block"] = fits["block"] and not gate[:, :, half:].any() and not up[:, :, :half].any()
+        fits["block"] = fits["block"] and not (odd or gate[:, :, half:].any() or up[:, :, :half].any())
         if not any(fits.values()):
             break
     recorded = hint.get("gate_up")

@@ -226,6 +226,24 @@ def test_gguf_says_what_to_install(tmp_path, monkeypatch):
     assert error.value.next_step == install_hint("gguf")
 
 
+def test_gate_and_up_are_told_apart_by_each_layers_own_rank(tmp_path):
+    """A of its own for gate and for up in one layer, and in another of half the rank LoRA on gate alone."""
+    a, b = random(E, 2 * R, H), random(E, 2 * INTER, 2 * R)
+    b[:, :INTER, R:] = b[:, INTER:, :R] = 0
+    less, alone = random(E, R, H), random(E, 2 * INTER, R)
+    alone[:, INTER:] = 0
+    tensors = {}
+    for layer, gate_up in enumerate(((a, b), (less, alone))):
+        down = random(E, R, INTER), random(E, H, R)
+        tensors |= peft_tensors("peft-fused", {"gate_up": gate_up, "down": down}, layer)
+    numbers = {"layers.0.mlp.experts.gate_up_proj": 2 * R}
+    given = save(tmp_path / "given", tensors, rank_pattern=numbers, alpha_pattern=dict.fromkeys(numbers, 12))
+    made = back(given, from_format="peft-fused")
+    for layer, (down, up) in enumerate(((a, b), (less, alone))):
+        for name, rows in (("gate", slice(0, INTER)), ("up", slice(INTER, None))):
+            np.testing.assert_allclose(delta(made, layer, name), 6 / R * up[:, rows] @ down, atol=1e-5)
+
+
 @pytest.mark.parametrize("flat", [False, True], ids=["stacked", "flat"])
 def test_mlx_adapters_mean_the_same(tmp_path, flat):
     """mlx-lm's x @ lora_a @ lora_b * scale, and lora_b[e] @ lora_a[e] of experts."""
