@@ -75,6 +75,7 @@ def validate_adapter(
     from_format: str = "auto",
     structure_only: bool = False,
     allow_other_base: bool = False,
+    read_here: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ValidationReport:
     """Check adapters of any format that ``convert_adapter`` reads, singly or as one set.
@@ -90,7 +91,8 @@ def validate_adapter(
     reference for shapes and inventories. If it has weights and the manifest a fingerprint of the model
     trained on, those are compared too, and another model is an error unless ``allow_other_base``. ``engine``:
     "sglang-kt==0.7.2", to apply that version's contract, "vllm", or "sglang" (upstream). ``structure_only``
-    skips the adapter's values. ``on_progress(done, total)`` counts bytes. Invalid content, the base model's
+    skips the adapter's values. ``read_here``: for ktbridge's own engine and training, which read every format
+    and scale. ``on_progress(done, total)`` counts bytes. Invalid content, the base model's
     included, is reported, never raised. Raises UsageError without directories or for an unknown engine.
 
     Example::
@@ -113,7 +115,7 @@ def validate_adapter(
                 hashes.start(place)
             given += _open(path, report, contract, base_name, from_format)
         adapters = [each.adapter for each in given]
-        report.problems += _structures(given, modules, contract)
+        report.problems += _structures(given, modules, contract, read_here)
         known = [] if base is None else [Base(base.path, base_name)]
         for adapter, model in product(adapters, known):
             report.problems += check_identity(adapter, model, allowed=allow_other_base)
@@ -121,7 +123,7 @@ def validate_adapter(
         served = [each.served for each in given]
         if engine is not None:
             report.problems += check_engine(engine, served, base, base_name)
-        report.problems = _of_formats(report.problems, served, contract, base_name)
+        report.problems = _of_formats(report.problems, served, contract, base_name, read_here)
         if structure_only:
             for adapter in adapters:
                 if wide := [part for part in adapter.tensors() if part.entry.dtype in ("F16", "F32")]:
@@ -180,7 +182,7 @@ def _open(
 
 
 def _structures(
-    given: Sequence[_Given], modules: Modules | None, contract: Contract | None
+    given: Sequence[_Given], modules: Modules | None, contract: Contract | None, ours: bool
 ) -> Iterator[Problem]:
     """Yield what names, shapes and configurations show, of each directory and of all together."""
     adapters = [each.adapter for each in given]
@@ -196,7 +198,7 @@ def _structures(
         trained = adapter.manifest is not None and "layout" not in adapter.manifest
         if adapter.layout == "raw" or (adapter is source and trained):
             use = Use.INPUT
-            yield from check_folding(adapter)
+            yield from () if ours else check_folding(adapter)
         for item in check_structure(adapter, use, modules):
             # Its reader has seen that all layers are alike: a projection that none has was not trained.
             if not (adapter.format and item.code == "KTB203" and not _is_kt(contract)):
@@ -206,7 +208,7 @@ def _structures(
 
 
 def _of_formats(
-    problems: list[Problem], served: Sequence[Adapter], contract: Contract | None, base_name: str
+    problems: list[Problem], served: Sequence[Adapter], contract: Contract | None, base_name: str, ours: bool
 ) -> list[Problem]:
     """The problems, with what becomes of each directory in another tool's format in place of its layout's."""
     foreign = {str(adapter.path): adapter for adapter in served if adapter.format}
@@ -219,7 +221,7 @@ def _of_formats(
         step = _convert_step(adapter, contract, base_name)
         expected = f"what {contract.title} serves" if contract is not None else ""
         # Some formats are for training alone: nothing serves such a directory.
-        unserved = adapter.format == "mlx" or loaded_by(adapter.format).startswith("none")
+        unserved = not ours and (adapter.format == "mlx" or loaded_by(adapter.format).startswith("none"))
         severity: Severity = "error" if contract is not None or unserved else "info"
         if contract is None and not unserved:
             step = f"for {ENGINE}: {step}" if _has_all(adapter) else "nothing"

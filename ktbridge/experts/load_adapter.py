@@ -84,14 +84,10 @@ def match_model(
     if base is not None:
         _check_base(adapter, base)
     # The keys of the non-expert LoRA decide where it goes, whatever its configuration lists.
-    problems = [
-        problem
-        for problem in validate_adapter([adapter], base_model=base).problems
-        if problem.severity == "error"
-    ]
-    if problems:
-        return Start(adapter, _by_module(adapter, found)), problems
-    return match_modules(adapter, model, found)
+    start = Start(adapter, _by_module(adapter, found))
+    report = validate_adapter([adapter], base_model=base, read_here=True)
+    errors = [item for item in report.problems if item.severity == "error"]
+    return start, errors or list(_misplaced(start, model, found))
 
 
 def match_modules(adapter: Adapter, model: nn.Module, found: LoraTargets) -> tuple[Start, list[Problem]]:

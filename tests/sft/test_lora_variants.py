@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 from moefamilies import reference
-from safetensors.torch import load_file
+from rawadapter import write_raw
+from safetensors.torch import load_file, save_file
+from tinymoe import tiny_model, tiny_tokenizer
 from trainrun import (
     DPO,
     ROWS,
@@ -164,3 +166,30 @@ def test_a_model_without_a_loss_on_routing_is_refused_by_name(tmp_path):
     run = write_run(tmp_path, tmp_path / "base", [conversation(*ROWS[0])], moe_aux_loss_coef=0.1)
     with pytest.raises(UsageError, match="DeepseekV3ForCausalLM has no loss on unbalanced routing"):
         check_model(load_config(run / "run.yaml"), tmp_path / "base")
+
+
+def test_formats_that_no_engine_loads_are_served_and_loaded_here(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    modules = {"self_attn.q_proj": (64, 64)}
+    raw = write_raw(
+        tmp_path / "raw", layers=(0, 1), experts=8, hidden=64, inter=32, modules=modules, block="",
+        base_model=str(tmp_path / "base"),
+    )  # fmt: skip
+    tensors = {}
+    for key, value in load_file(raw / "fused_expert_lora.safetensors").items():
+        _, layer, _, name = key.split(".")
+        projection, half = name.split("_lora_")
+        tensors[f"model.layers.{layer}.mlp.switch_mlp.{projection}_proj.lora_{half}"] = value
+    for key, value in load_file(raw / "adapter_model.safetensors").items():
+        name = key.removeprefix("base_model.model.").removesuffix(".weight").lower()
+        tensors[name] = value.mT.contiguous()
+    given = tmp_path / "given"
+    given.mkdir()
+    save_file(tensors, given / "adapters.safetensors")
+    numbers = {"model": str(tmp_path / "base"), "lora_parameters": {"rank": 4, "scale": 2.0}}
+    (given / "adapter_config.json").write_text(json.dumps(numbers))
+    made = [load_raw_adapter(load_mapped(tmp_path / "base", torch.float32), path) for path in (raw, given)]
+    assert torch.equal(*map(logits, made))
+    adapter = ("--adapter", f"mine={given}", "--engine", "local", "--dry-run")
+    run_command("serve", "--base-model", tmp_path / "base", *adapter)

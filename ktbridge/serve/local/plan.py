@@ -193,6 +193,7 @@ def _check_adapters(base: Path, request: ServeRequest) -> tuple[Problem, ...]:
             from_format=request.format_of(directory),
             structure_only=True,
             allow_other_base=request.allow_other_base,
+            read_here=True,
         )
         problems.update(dict.fromkeys(report.problems))
     if has_errors(problems):
