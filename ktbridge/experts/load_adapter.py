@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ktbridge.adapter import Adapter, open_adapter, validate_adapter
 from ktbridge.adapter.adapter import last_part
 from ktbridge.adapter.keys import parse_key
+from ktbridge.adapter.lora_config import numbers_of, pattern_fields, peft_numbers
 from ktbridge.adapter.manifest import trained_on
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
@@ -34,12 +35,6 @@ _EFFECTIVE = (
 )  # fmt: skip
 
 
-def effective_settings(adapter: Adapter) -> dict[str, Any]:
-    """Return the part of adapter_config.json that decides how its tensors act."""
-    config = adapter.config
-    return {field: config[field] for field in _EFFECTIVE if config.get(field) is not None}
-
-
 @dataclass(frozen=True)
 class Start:
     """An adapter that fits: ``keys`` are its non-expert tensors by full module name, then "A" or "B"."""
@@ -51,9 +46,22 @@ class Start:
     def modules(self) -> tuple[str, ...]:
         return tuple(self.keys)
 
-    @property
-    def rslora(self) -> bool:
-        return bool(self.adapter.config.get("use_rslora"))
+    def settings(self, found: LoraTargets) -> dict[str, Any]:
+        """Return the part of adapter_config.json that decides how its tensors act, for the model's names.
+
+        Those in its patterns may have another prefix, and PEFT knows a router by its weight.
+        """
+        adapter, config = self.adapter, self.adapter.config
+        settings = {field: config[field] for field in _EFFECTIVE if config.get(field) is not None}
+        own = {
+            f"{name}.weight" if name in found.routers else name: numbers_of(adapter, parse_key(keys["A"]))
+            for name, keys in self.keys.items()
+        }
+        if any(peft_numbers(config, name) != numbers for name, numbers in own.items()):
+            usual = adapter.nonexpert_rank, adapter.nonexpert_alpha
+            numbers = {name: (each.rank, each.alpha) for name, each in own.items()}
+            settings |= {"rank_pattern": {}, "alpha_pattern": {}, **pattern_fields(numbers, usual)}
+        return settings
 
 
 def read_start(path: str | Path, from_format: str = "auto", base_model: str | Path | None = None) -> Adapter:
@@ -255,7 +263,7 @@ def load_raw_adapter(
         raise ProblemsError(f"{adapter.path} can't be put on this model.", problems)
     dropout = float(adapter.config.get("lora_dropout") or 0)
     lora = LoraConfig(
-        **effective_settings(adapter),
+        **start.settings(found),
         lora_dropout=dropout,
         base_model_name_or_path=adapter.base_model,
         inference_mode=not trainable,
@@ -265,11 +273,10 @@ def load_raw_adapter(
     for name, parameter in tuned.named_parameters():  # as get_peft_model makes them
         if ".lora_" in name:
             parameter.data = parameter.data.float()
-    trained = bool(adapter.experts)
-    numbers = (adapter.rank, adapter.alpha) if trained else (0, 0)
+    numbers = (adapter.rank, adapter.alpha) if adapter.experts else (0, 0)
     wrap_experts(tuned, *numbers, **{"lora_dropout": dropout if trainable else 0.0, **options})
     copy_nonexpert(model, start)
-    if trained:
+    if adapter.experts:
         load_expert_lora(tuned, adapter)
     return tuned if trainable else tuned.requires_grad_(False).eval()
 

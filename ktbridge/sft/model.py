@@ -336,7 +336,7 @@ def attach_linear_lora(model: PreTrainedModel, config: TrainConfig, start: Start
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT takes fractions, its annotation doesn't
         lora_dropout=config.lora_dropout,
         # An adapter to go on from may have it; where the configuration asks for it, alpha has it in it.
-        use_rslora=start is not None and start.rslora and not config.use_rslora,
+        use_rslora=bool(start and start.adapter.config.get("use_rslora")) and not config.use_rslora,
         task_type="CAUSAL_LM",
     )
     tuned = TunedModel(model, lora, names, found)

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from moefamilies import reference
-from rawadapter import write_raw
+from peft.tuners.lora import LoraLayer
+from rawadapter import nonexpert_tensors, write_raw
 from safetensors.torch import load_file, save_file
 from tinymoe import tiny_model, tiny_tokenizer
 from trainrun import (
@@ -26,7 +27,8 @@ from transformers import AutoModelForCausalLM
 from ktbridge.adapter import convert_adapter, merge_adapter, read_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.load_model import load_mapped
-from ktbridge.sft import load_raw_adapter
+from ktbridge.experts.lora_targets import path_in_layer
+from ktbridge.sft import load_raw_adapter, save_raw_adapter
 from ktbridge.sft.config import load_config
 from ktbridge.sft.model import check_model
 from ktbridge.sft.prepare import prepare
@@ -166,6 +168,50 @@ def test_a_model_without_a_loss_on_routing_is_refused_by_name(tmp_path):
     run = write_run(tmp_path, tmp_path / "base", [conversation(*ROWS[0])], moe_aux_loss_coef=0.1)
     with pytest.raises(UsageError, match="DeepseekV3ForCausalLM has no loss on unbalanced routing"):
         check_model(load_config(run / "run.yaml"), tmp_path / "base")
+
+
+@pytest.mark.parametrize(("rslora", "alpha"), [(True, 3), (False, 32)])
+def test_each_module_is_loaded_at_its_own_rank_and_scale(tmp_path, rslora, alpha):
+    """By whatever name a pattern has it: PEFT knows a router by its weight. No engine is in between."""
+    tiny_model().save_pretrained(tmp_path / "base")
+    modules = {"self_attn.q_proj": (64, 64), "mlp.gate": (8, 64)}
+    rest = nonexpert_tensors(modules=modules, block="")
+    rest |= nonexpert_tensors((0,), rank=2, modules={"mlp.gate": (8, 64)}, block="")
+    raw = write_raw(
+        tmp_path / "raw", layers=(0, 1), experts=8, hidden=64, inter=32, modules=modules, nonexpert=rest,
+        base_model=str(tmp_path / "base"), rslora=rslora, rank_pattern={"layers.0.mlp.gate": 2},
+        alpha_pattern={"mlp.gate": alpha},
+    )  # fmt: skip
+    model = load_raw_adapter(load_mapped(tmp_path / "base", torch.float32), raw)
+    found = {
+        (path_in_layer(name), name.count("layers.0.")): (layer.r["default"], layer.scaling["default"] ** 2)
+        for name, layer in model.named_modules()
+        if isinstance(layer, LoraLayer)
+    }
+    expected = {
+        (module, first): (rank, pytest.approx(own**2 / rank if rslora else (own / rank) ** 2))
+        for module, first, rank, own in (
+            ("self_attn.q_proj", 0, 4, 8), ("self_attn.q_proj", 1, 4, 8),
+            ("mlp.gate", 0, 4, alpha), ("mlp.gate", 1, 2, alpha),
+        )
+    }  # fmt: skip
+    assert found == expected
+    # And once more, of what is saved of it.
+    save_raw_adapter(model, tmp_path / "again", base_model=str(tmp_path / "base"))
+    again = load_raw_adapter(load_mapped(tmp_path / "base", torch.float32), tmp_path / "again")
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_a_text_models_patterns_hold_in_the_model_with_a_vision_tower(tmp_path):
+    reference("qwen3_vl_moe", tmp_path / "base")
+    raw = write_raw(
+        tmp_path / "raw", layers=(0, 1, 2), experts=4, hidden=64, inter=32, block="",
+        modules={"self_attn.q_proj": (64, 64)}, base_model=str(tmp_path / "base"),
+        alpha_pattern={"model.layers.1.self_attn.q_proj": 32},
+    )  # fmt: skip
+    model = load_raw_adapter(load_mapped(tmp_path / "base", torch.float32), raw)
+    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    assert [layer.scaling["default"] for layer in layers] == [2, 8, 2]
 
 
 def test_formats_that_no_engine_loads_are_served_and_loaded_here(tmp_path):

@@ -17,7 +17,7 @@ from ktbridge.adapter.checks.files import require_hashes
 from ktbridge.errors import ProblemsError
 from ktbridge.experts.inject import wrap_experts
 from ktbridge.experts.layer import ExpertOptions, MoELoRAExperts
-from ktbridge.experts.load_adapter import copy_nonexpert, effective_settings, load_expert_lora, match_modules
+from ktbridge.experts.load_adapter import copy_nonexpert, load_expert_lora, match_modules
 from ktbridge.experts.load_model import load_for_kernels, load_tokenizer
 from ktbridge.experts.lora_targets import find_lora_targets, inject_lora
 from ktbridge.experts.modules import experts_modules
@@ -101,7 +101,7 @@ def _load_nonexpert(model: PreTrainedModel, adapters: Mapping[str, Adapter]) -> 
     for slot, (start, _) in placed.items():
         # The modules come from the tensors' keys, not from target_modules, so that a pattern
         # cannot reach more or fewer modules than were trained.
-        config = LoraConfig(inference_mode=True, **effective_settings(start.adapter))
+        config = LoraConfig(inference_mode=True, **start.settings(found))
         inject_lora(model, start.modules, found, config, slot)
         copy_nonexpert(model, start, slot)
     tuned: list[LoraLayer] = [m for m in model.modules() if isinstance(m, LoraLayer)]
