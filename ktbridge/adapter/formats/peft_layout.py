@@ -153,12 +153,14 @@ def write_peft(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     if len(dtypes) > 1:
         found = f"its experts have the dtypes {', '.join(sorted(dtypes))}, a fused tensor has one"
         return [], [problem("KTB720", str(adapter.path), found, next_step="pass --dtype bf16")]
+    if len(experts) != 2 * len(adapter.expert_layers()) * len(adapter.projections):
+        found, step = "its layers have LoRA on different projections", "choose raw, vllm or sglang-3d"
+        return [], [problem("KTB720", str(adapter.path), found, next_step=step)]
     interleaved = is_interleaved(adapter.base, adapter.base_model)
     gated = [name for name in adapter.projections if name != "down"]
     how = _choose(adapter, experts) if len(gated) == 2 else "".join(gated)
-    usual = (adapter.rest.rank, adapter.rest.plain_alpha)
-    if not nonexpert:
-        usual = adapter.rank, adapter.alpha
+    rest = adapter.rest
+    usual = (rest.rank, rest.plain_alpha) if nonexpert else (adapter.rank, adapter.alpha)
     block = adapter.experts_block()
     pieces: list[Piece] = []
     parameters: list[str] = []
@@ -192,8 +194,7 @@ def write_peft(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     for module, numbers in adapter.own.items():
         listed = module.rpartition(".")[2] in AS_PARAMETERS
         own[f"{module}.weight" if listed else module] = numbers.rank, numbers.plain_alpha
-    leaves = {*adapter.nonexpert_modules()} - AS_PARAMETERS
-    config = build_config(adapter, *usual, leaves)
+    config = build_config(adapter, *usual, {*adapter.nonexpert_modules()} - AS_PARAMETERS)
     config |= {"rank_pattern": {}, "alpha_pattern": {}, **pattern_fields(own, usual)}
     for key, part in sorted(adapter.nonexpert.items()):
         pieces.append(piece(key, part.block))
@@ -203,9 +204,8 @@ def write_peft(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     config["target_parameters"] = parameters
     if parameters:  # PEFT rejects dropout there; it only affects training
         config["lora_dropout"] = 0.0
-    output = Output("peft-fused", config, {MODEL_FILE: pieces}, adapter.rank, adapter.alpha)
-    output.experts = {"gate_up": how} if how else {}
-    return [output], []
+    kept: dict[str, object] = {"gate_up": how} if how else {}
+    return [Output("peft-fused", config, {MODEL_FILE: pieces}, adapter.rank, adapter.alpha, kept)], []
 
 
 def _choose(adapter: Adapter, experts: Mapping[Slot, Block]) -> str:

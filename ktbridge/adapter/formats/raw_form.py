@@ -269,7 +269,7 @@ def _parameters(adapter: Adapter) -> Iterator[tuple[int, tuple[str, ...]]]:
     names = adapter.projections
     groups = [("gate", "up"), ("down",)] if {"gate", "up"} <= {*names} else [(n,) for n in names]
     for layer in adapter.expert_layers():
-        yield from ((layer, group) for group in groups if {*group} <= {*names})
+        yield from ((layer, tuple(n for n in each if (layer, n, "A") in adapter.experts)) for each in groups)
 
 
 def _multiply(

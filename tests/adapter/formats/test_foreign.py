@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from rawadapter import write_config, write_raw
 from safetensors.numpy import load_file
 from tensorfiles import write_tensor_file
 
-from ktbridge.adapter import Tensor, convert_adapter, read_adapter
+from ktbridge.adapter import Tensor, convert_adapter, open_adapter, read_adapter
 from ktbridge.adapter.formats import FORMATS
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.install import install_hint
@@ -224,6 +225,31 @@ def test_gguf_says_what_to_install(tmp_path, monkeypatch):
     with pytest.raises(KtbridgeError, match="not installed") as error:
         convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
     assert error.value.next_step == install_hint("gguf")
+
+
+def test_layers_with_lora_on_different_projections_keep_it_or_are_refused(tmp_path):
+    """PEFT's per-expert form may have it so; the fused form has one arrangement for all layers."""
+    tensors = {}
+    for layer, names in enumerate((("gate", "up", "down"), ("gate", "up"))):
+        for name, e in product(names, range(E)):
+            rank, (wide, high) = 2 * R if name == "gate" else R, (INTER, H) if name == "down" else (H, INTER)
+            stem = f"base_model.model.model.layers.{layer}.mlp.experts.{e}.{name}_proj"
+            tensors[f"{stem}.lora_A.weight"] = random(rank, wide)
+            tensors[f"{stem}.lora_B.weight"] = random(high, rank)
+    given = save(
+        tmp_path / "given", tensors, target_parameters=None, rank_pattern={"gate_proj": 2 * R},
+        peft_version="0.20.0",
+    )  # fmt: skip
+    for to in ("raw", "vllm"):
+        convert_adapter(given, to=to, output_dir=tmp_path / to)
+        for layer, name in ((0, "gate"), (0, "down"), (1, "gate"), (1, "up")):
+            stem = f"base_model.model.model.layers.{layer}.mlp.experts.1.{name}_proj.lora_"
+            product_of = tensors[f"{stem}B.weight"] @ tensors[f"{stem}A.weight"]
+            scale = 6 / R / (2 if name == "gate" else 1)
+            made = delta(open_adapter(tmp_path / to, as_raw=True), layer, name)[1]
+            np.testing.assert_allclose(made, scale * product_of, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ProblemsError, match="on different projections"):
+        convert_adapter(given, to="peft-fused", output_dir=tmp_path / "peft")
 
 
 def test_gate_and_up_are_told_apart_by_each_layers_own_rank(tmp_path):
