@@ -69,13 +69,15 @@ def _belong(base: PreTrainedModel) -> None:
         layer.belong_to(base)
 
 
+def _asked(base: PreTrainedModel) -> list[MoELoRAExperts]:
+    """Return the layers whose expert LoRA is on, and frozen by nobody."""
+    on = [layer for layer in _layers(base) if layer.lora_names and layer.lora_enabled]
+    return [layer for layer in on if not layer.lora_frozen and not layer.disable_adapters]
+
+
 def _refuse_untrained(base: PreTrainedModel) -> None:
     """Raise ``KtbridgeError`` where other parameters train and an expert LoRA that nobody froze doesn't."""
-    asked = [
-        layer
-        for layer in _layers(base)
-        if layer.lora_names and layer.lora_enabled and not layer.lora_frozen and not layer.disable_adapters
-    ]
+    asked = _asked(base)
     inactive = [layer for layer in asked if not layer.on_in_peft]
     # Another process of the group may hold a layer's expert LoRA: nothing of it is here to train or freeze.
     own = [[*layer.parameters()] for layer in asked]
@@ -99,19 +101,20 @@ def _refuse_untrained(base: PreTrainedModel) -> None:
 
 
 def _refuse_half_reference(base: PreTrainedModel) -> None:
-    """Raise ``KtbridgeError`` where a training compares with another adapter and experts are trained.
+    """Raise ``KtbridgeError`` where a training compares with another trained adapter and experts are trained.
 
-    trl's DPOTrainer copies a PeftModel's adapter that isn't new, for its reference, and takes its own layers.
+    trl's DPOTrainer copies a PeftModel's adapter for its reference, and takes its own layers. The copy of a
+    new adapter is the base model, with which the expert LoRA is off.
     """
-    for layer in _layers(base):
-        on = layer.lora_enabled and not layer.lora_frozen and not layer.disable_adapters
-        if on and not layer.on_in_peft and any(bool(b.any()) for b in [*layer.lora_parameters()][1::2]):
-            raise KtbridgeError(
-                f"a forward without gradients has the PEFT adapter {', '.join(layer.peft_active)!r} alone: "
-                f"the expert LoRA is {layer.peft_adapter!r}'s, so a reference would be half an adapter.",
-                "Start from a trained adapter with `ktbridge train`, stage: dpo; or call "
-                "ktbridge.sft.freeze_expert_lora(model) where the other adapter has no expert LoRA.",
-            )
+    inactive = [layer for layer in _asked(base) if not layer.on_in_peft]
+    others = [f".lora_B.{name}." for layer in inactive[:1] for name in layer.peft_active]
+    if any(bool(p.any()) for name, p in base.named_parameters() if any(other in name for other in others)):
+        raise KtbridgeError(
+            f"a forward without gradients has the PEFT adapter {', '.join(inactive[0].peft_active)!r} alone: "
+            f"the expert LoRA is {inactive[0].peft_adapter!r}'s, so a reference would be half an adapter.",
+            "Start from a trained adapter with `ktbridge train`, stage: dpo; or call "
+            "ktbridge.sft.freeze_expert_lora(model) where the other adapter has no expert LoRA.",
+        )
 
 
 # --- the optimizer ---------------------------------------------------------------------------------------

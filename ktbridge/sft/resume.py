@@ -332,11 +332,8 @@ def describe_files(directory: Path) -> dict[str, dict[str, int | str]]:
     """Return size in bytes and SHA-256 of each file in ``directory``, for a checkpoint's record."""
     paths = sorted(path for path in directory.iterdir() if path.is_file())
     with ThreadPoolExecutor(4) as pool:
-        hashes = pool.map(digests.of_file, paths)
-        return {
-            path.name: {"size": path.stat().st_size, "sha256": digest}
-            for path, digest in zip(paths, hashes, strict=True)
-        }
+        found = [*zip(paths, pool.map(digests.of_file, paths), strict=True)]
+    return {path.name: {"size": path.stat().st_size, "sha256": digest} for path, digest in found}
 
 
 def _undamaged(candidates: list[Path]) -> tuple[Path, tuple[Problem, ...]]:
@@ -399,10 +396,12 @@ def damage(place: Path) -> list[Problem]:
 
 
 def _record(checkpoint: Path) -> Mapping[str, object]:
+    """Read a checkpoint's own record; an empty one where that is damaged."""
     try:
-        return read_json_file(checkpoint / FINGERPRINT_FILE)
+        record = read_json_file(checkpoint / FINGERPRINT_FILE)
     except KtbridgeError:
         return {}
+    return record if isinstance(record.get(NUMBER, 0), int) else {}
 
 
 def _settings(config: TrainConfig | KtConfig) -> Values:
