@@ -185,16 +185,16 @@ def _last_told(text: str, found: list[tuple[float, int]]) -> float:
 
 def _signed(text: str, value: float, start: int) -> tuple[float, int]:
     """Return the value with a preceding sign word (minus three, 负三, 零下3度) applied, and its start."""
-    sign = None if value < 0 else _SIGN.search(text, max(0, start - _NEAR), start)
+    near = value >= 0 and not text[start - 1 : start].strip("负下 \t\n")
+    sign = _SIGN.search(text, max(0, start - _NEAR), start) if near else None
     if sign is None:
         return value, start
     if sign["zh"]:
         return -value, sign.start("zh")
     before = (sign["operand"] or "").strip("(*\"'").lower()
     number = before[-1:].isdigit() or before.split("-")[-1] in _WORDS
-    if sign["en"].lower() == "minus" and (number or len(before) == 1 or before.endswith(")")):
-        return value, start
-    return -value, sign.start("en")
+    less = sign["en"].lower() == "minus" and (number or len(before) == 1 or before.endswith(")"))
+    return (value, start) if less else (-value, sign.start("en"))
 
 
 def _digits(text: str) -> list[tuple[float, int]]:
