@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
@@ -56,6 +57,8 @@ class Machine:
         weights = torch.nn.Parameter(torch.zeros(60_000_000))
         weights.grad = torch.zeros_like(weights)
         self._adam = torch.optim.AdamW([weights], lr=1e-9, fused=True)
+        fewer = max(1, torch.get_num_threads() // 2)  # as in training
+        self._thread = ThreadPoolExecutor(1, "masters", torch.set_num_threads, (fewer,))
         self._x = torch.zeros(1024, device="cuda")
         self._few = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
         self._tokens = torch.arange(64, device="cuda")
@@ -89,22 +92,20 @@ class Machine:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Have a thread update weights meanwhile, by half of torch's threads as in training."""
+        """Have a thread update weights meanwhile, by half of torch's threads."""
         ended = threading.Event()
 
         def update() -> None:
-            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
             while not ended.is_set():
                 self._adam.step()
 
-        thread = threading.Thread(target=update)
-        thread.start()
+        updates = self._thread.submit(update)
         time.sleep(0.02)
         try:
             yield
         finally:
             ended.set()
-            thread.join()
+            updates.result()
 
 
 def time_once(work: Callable[[], object]) -> tuple[float, float]:
