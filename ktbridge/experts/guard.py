@@ -103,12 +103,12 @@ def _refuse_untrained(base: PreTrainedModel) -> None:
 def _refuse_half_reference(base: PreTrainedModel) -> None:
     """Raise ``KtbridgeError`` where a training compares with another trained adapter and experts are trained.
 
-    trl's DPOTrainer copies a PeftModel's adapter for its reference, and takes its own layers. The copy of a
-    new adapter is the base model, with which the expert LoRA is off.
+    A copy of a new adapter, which trl's DPOTrainer makes for its reference, is the base model: B is 0 in it.
     """
     inactive = [layer for layer in _asked(base) if not layer.on_in_peft]
     others = [f".lora_B.{name}." for layer in inactive[:1] for name in layer.peft_active]
-    if any(bool(p.any()) for name, p in base.named_parameters() if any(other in name for other in others)):
+    named = base.named_parameters() if others else ()
+    if any(bool(p.any()) for name, p in named if any(other in name for other in others)):
         raise KtbridgeError(
             f"a forward without gradients has the PEFT adapter {', '.join(inactive[0].peft_active)!r} alone: "
             f"the expert LoRA is {inactive[0].peft_adapter!r}'s, so a reference would be half an adapter.",

@@ -383,12 +383,11 @@ def damage(place: Path) -> list[Problem]:
     for name, size in recorded.items():
         # Before 0.6 only the size was recorded.
         expected = size if isinstance(size, dict) else {"size": size}
-        if name not in there:
-            found, wanted = "no such file", f"{expected.get('size')} bytes"
-        elif there[name]["size"] != expected.get("size"):
-            found, wanted = f"{there[name]['size']} bytes", f"{expected.get('size')} bytes"
-        elif (digest := expected.get("sha256")) not in (None, own := there[name]["sha256"]):
-            found, wanted = f"SHA-256 {str(own)[:12]}…", f"{str(digest)[:12]}…, as it was written"
+        own, size = there.get(name, {}), expected.get("size")
+        if not own or own["size"] != size:
+            found, wanted = f"{own['size']} bytes" if own else "no such file", f"{size} bytes"
+        elif (digest := expected.get("sha256")) not in (None, own["sha256"]):
+            found, wanted = f"SHA-256 {str(own['sha256'])[:12]}…", f"{str(digest)[:12]}…, as it was written"
         else:
             continue
         problems.append(problem("KTC019", str(place / name), found, wanted, next_step=""))

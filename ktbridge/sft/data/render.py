@@ -99,14 +99,15 @@ class ChatTemplate:
         self._marked = _MARKERS.search(self._render.template) is not None
         self._added = tuple(tokenizer.get_added_vocab())
         self._opening = self._probe_opening()
+        header = re.split("\n|<think>", self._opening.strip())[0]
+        self._header = header if any(token in header for token in self._added) else ""
         self._tail, self._stop = self._probe_stop()
 
     def _check_texts(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages, without thoughts if thinking is off. Raises ValueError for written markup."""
-        header = re.split("\n|<think>", self._opening.strip())[0]
         texts = (each["content"] for each in messages if each["role"] != "tool")
-        if any(token in header for token in self._added) and any(header in text for text in texts):
-            raise ValueError(f"text with {header}: the chat template would write that twice")
+        if self._header and any(self._header in text for text in texts):
+            raise ValueError(f"text with {self._header}: the chat template would write that twice")
         if self._thinking is not False:
             return messages
         self._emptied += any(split_thoughts(each)[0] for each in messages)
